@@ -1,0 +1,1 @@
+"""The only door to engines and devices. Each backend is a full member with its own name."""

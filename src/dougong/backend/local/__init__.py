@@ -1,0 +1,1 @@
+"""Real processes on this machine; several nodes are played as groups of processes on one host."""

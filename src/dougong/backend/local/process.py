@@ -1,0 +1,159 @@
+"""Readings of Linux processes through /proc and pidfd.
+
+Source: proc(5), pidfd_open(2), and the kernel's Documentation/filesystems/proc.rst.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+_CLOCK_NANOSLEEP = {"x86_64": 230, "aarch64": 115}.get(platform.machine(), -1)
+_NANOSLEEP = {"x86_64": 35, "aarch64": 101}.get(platform.machine(), -1)
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """A process and its descendants at one moment. `cpu_ticks` in clock ticks, `io_bytes` read and written in all."""
+
+    state: str
+    cpu_ticks: int
+    io_bytes: int
+    is_on_timer: bool
+    is_in_disk_wait: bool
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot; None if there is none. A pid alone may be reused."""
+    fields = _stat_fields(pid)
+    return None if fields is None else int(fields[19])
+
+
+def is_alive(pid: int, *, start_ticks_expected: int | None = None) -> bool:
+    """Is there such a process, not a zombie, and (if told) the one that started then?"""
+    fields = _stat_fields(pid)
+    if fields is None or fields[0] in ("Z", "X"):
+        return False
+    return start_ticks_expected is None or int(fields[19]) == start_ticks_expected
+
+
+def read(pid: int) -> Reading | None:
+    """The process with its descendants, or None if it is gone."""
+    fields = _stat_fields(pid)
+    if fields is None:
+        return None
+    cpu_ticks = int(fields[11]) + int(fields[12])
+    io_bytes = _io_bytes(pid)
+    is_in_disk_wait = _has_disk_wait(pid)
+    for child in descendants(pid):
+        child_fields = _stat_fields(child)
+        if child_fields is not None:
+            cpu_ticks += int(child_fields[11]) + int(child_fields[12])
+            io_bytes += _io_bytes(child)
+            is_in_disk_wait = is_in_disk_wait or child_fields[0] == "D"
+    return Reading(
+        state=fields[0],
+        cpu_ticks=cpu_ticks,
+        io_bytes=io_bytes,
+        is_on_timer=_syscall_number(pid) in (_CLOCK_NANOSLEEP, _NANOSLEEP),
+        is_in_disk_wait=is_in_disk_wait,
+    )
+
+
+def descendants(pid: int) -> tuple[int, ...]:
+    """All processes below this one, parents before children."""
+    found: list[int] = []
+    queue = [pid]
+    while queue:
+        for child in _children(queue.pop()):
+            found.append(child)
+            queue.append(child)
+    return tuple(found)
+
+
+def pids_with_variable(name: str, value: str) -> tuple[int, ...]:
+    """All processes of this user whose environment holds `name=value`."""
+    wanted = f"{name}={value}".encode()
+    found: list[int] = []
+    for pid in _all_pids():
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            continue
+        if wanted in environment.split(b"\0"):
+            found.append(pid)
+    return tuple(found)
+
+
+def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
+    """Send a signal; a process that is gone already is fine."""
+    try:
+        os.kill(pid, signal_number)
+    except ProcessLookupError:
+        return
+
+
+def _all_pids() -> Iterator[int]:
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            yield int(name)
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat after the name, which may itself hold blanks and brackets; [0] is the state."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (OSError, ProcessLookupError):
+        return None
+    return text[text.rindex(")") + 2 :].split()
+
+
+def _io_bytes(pid: int) -> int:
+    """rchar + wchar: also what goes through the page cache or a pipe. 0 where the kernel does not say."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines[:2])
+
+
+def _has_disk_wait(pid: int) -> bool:
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    for thread in threads:
+        try:
+            text = Path(f"/proc/{pid}/task/{thread}/stat").read_text(errors="replace")
+        except OSError:
+            continue
+        if text[text.rindex(")") + 2] == "D":
+            return True
+    return False
+
+
+def _children(pid: int) -> tuple[int, ...]:
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return ()
+    for thread in threads:
+        try:
+            found.extend(int(child) for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+        except OSError:
+            continue
+    return tuple(found)
+
+
+def _syscall_number(pid: int) -> int:
+    """The system call in which the main thread waits; -1 = running or not told."""
+    try:
+        first = Path(f"/proc/{pid}/syscall").read_text().split()[0]
+    except (OSError, IndexError):
+        return -1
+    return int(first) if first.lstrip("-").isdigit() else -1

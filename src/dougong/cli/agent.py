@@ -1,0 +1,36 @@
+"""The entry point of a node agent: `python -m dougong.cli.agent RUN_DIR COMPONENT`. Started by a node backend."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import traceback
+from pathlib import Path
+
+from dougong.clock import SystemClock
+from dougong.run.agent import Agent
+from dougong.run.layout import node_directory
+from dougong.run.settings import load_settings, run_directory
+
+
+def main() -> None:
+    run = run_directory(Path(sys.argv[1]))
+    component = sys.argv[2]
+    settings = load_settings(run)
+    agent = Agent(
+        component,
+        run=run,
+        node=node_directory(settings.run_id, component, memory_root=Path(settings.memory_root)),
+        settings=settings,
+        token=run.token.read_bytes(),
+        clock=SystemClock(),
+    )
+    asyncio.run(agent.run())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)

@@ -1,0 +1,164 @@
+"""The launcher: keeps a controller alive, shows what happens, passes Ctrl-C on, and leaves nothing running behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import msgspec
+
+from dougong.cli.controller import EXIT_CODES, Order
+from dougong.errors import UserError
+from dougong.event.kinds import Recorded
+from dougong.event.tail import Tail
+from dougong.run.layout import RunDirectory
+
+_POLL_S = 0.05
+_MAX_QUICK_DEATHS = 5
+_QUICK_S = 10.0
+EXIT_STOPPED = 130
+
+
+class View(Protocol):
+    """What is shown while a run goes on."""
+
+    def __enter__(self) -> View: ...
+    def __exit__(self, *_: object) -> None: ...
+    def show(self, records: list[Recorded]) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+class Launcher:
+    """One `dougong run`. Holds the run's lock, so that two at once cannot harm it."""
+
+    def __init__(self, run: RunDirectory, *, is_resume: bool, view: View) -> None:
+        self._run = run
+        self._is_resume = is_resume
+        self._view = view
+        self._controller: subprocess.Popen[bytes] | None = None
+        self._num_interrupts = 0
+        self._deaths_s: list[float] = []
+        self._lock_fd = take_lock(run)
+
+    def supervise(self) -> int:
+        """Until the job has ended; the exit code: 0 finished, 1 failed, 130 stopped and resumable."""
+        previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        tail = Tail(self._run.events)
+        if self._is_resume:
+            tail.poll()
+        self._start_controller(is_resume=self._is_resume)
+        try:
+            with self._view:
+                while True:
+                    code = self._look(tail)
+                    if code is not None:
+                        return code
+                    time.sleep(_POLL_S)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            os.close(self._lock_fd)
+
+    def kill_controller(self) -> None:
+        """For a chaos schedule."""
+        if self._controller is not None:
+            self._controller.kill()
+
+    def ask_worker(self, rank: int, fault: int) -> None:
+        """For a chaos schedule: let a rank do a fault to itself."""
+        self._order(Order(rank=rank, fault=fault))
+
+    def _look(self, tail: Tail) -> int | None:
+        assert self._controller is not None
+        code = self._controller.poll()
+        self._view.show(tail.poll())
+        if code is None:
+            return None
+        if code in EXIT_CODES.values():
+            self._view.show(tail.poll())
+            return EXIT_STOPPED if code == EXIT_CODES["stopped"] else code
+        self._view.say(f"the controller ended ({_how(code)}); starting it again")
+        self._deaths_s = [then_s for then_s in self._deaths_s if time.monotonic() - then_s < _QUICK_S]
+        self._deaths_s.append(time.monotonic())
+        if len(self._deaths_s) >= _MAX_QUICK_DEATHS:
+            self._view.say(f"the controller died {_MAX_QUICK_DEATHS} times within {_QUICK_S:g} s; see its log")
+            return 1
+        self._start_controller(is_resume=False)
+        if self._num_interrupts:
+            self._order(Order(is_stop=True))
+        return None
+
+    def _start_controller(self, *, is_resume: bool) -> None:
+        self._run.logs.mkdir(parents=True, exist_ok=True)
+        with (self._run.logs / "controller.log").open("ab") as log:
+            self._controller = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "dougong.cli.controller",
+                    str(self._run.root),
+                    *(["--resume"] if is_resume else []),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """The first asks for a save; the third gives up waiting, the workers then end by themselves."""
+        self._num_interrupts += 1
+        if self._num_interrupts == 1:
+            self._view.say("stopping: every rank saves after its step (press Ctrl-C twice more to give up waiting)")
+            self._order(Order(is_stop=True))
+        elif self._num_interrupts >= 3:
+            raise KeyboardInterrupt
+
+    def _order(self, order: Order) -> None:
+        if self._controller is None or self._controller.stdin is None:
+            return
+        try:
+            self._controller.stdin.write(msgspec.json.encode(order) + b"\n")
+            self._controller.stdin.flush()
+        except BrokenPipeError:
+            # it just died; the next one is asked again
+            return
+
+
+def take_lock(run: RunDirectory) -> int:
+    """Hold the run for this process. Raises UserError if another one holds it."""
+    fd = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise UserError(
+            f"the run in {run.root} is going on already",
+            where="run directory",
+            mend="wait for it, or stop it with Ctrl-C there; watch it with `dougong events --follow`",
+        ) from None
+    return fd
+
+
+def point_latest(run_root: Path) -> None:
+    """Let `latest` beside the run directory lead to it."""
+    link = run_root.parent / "latest"
+    if link.exists() and not link.is_symlink():
+        return
+    staging = run_root.parent / f".latest.{os.getpid()}"
+    staging.unlink(missing_ok=True)
+    staging.symlink_to(run_root.name)
+    staging.replace(link)
+
+
+def _how(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+

@@ -1,0 +1,334 @@
+"""What `dougong run` does with its options: a run directory, a launcher, and at the end the scorecard."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import cast
+
+import click
+
+import dougong
+from dougong.cli.launch import Launcher, View, point_latest
+from dougong.cli.run_options import RunOptions, Shape, membership, shape
+from dougong.clock import SystemClock
+from dougong.errors import MissingExtra, UserError
+from dougong.event import store
+from dougong.event.log import EventLog
+from dougong.run.history import replay
+from dougong.run.layout import RunDirectory, node_directory, write_atomically
+from dougong.run.settings import (
+    FORMAT_VERSION,
+    HangRule,
+    Policy,
+    RunSettings,
+    SaveRule,
+    load_settings,
+    run_directory,
+    save_settings,
+)
+from dougong.spec.chaos import Chaos, load_chaos, resolve
+
+_DEFAULT_CHAOS = Path("examples/chaos-default.yaml")
+
+
+def start(options: RunOptions) -> int:
+    """A new run. Returns the exit code; raises UserError for anything that cannot be."""
+    for name in options.without_effect:
+        click.echo(f"warning: {name} has no effect here", err=True)
+    wanted = shape(options, num_cpus=_num_cpus())
+    member = membership(options, os.environ, num_nodes=wanted.num_nodes)
+    command = _checked_command(options)
+    _check_torch()
+    if member is not None:
+        from dougong.cli.run_member import join
+
+        return join(options, member, command)
+    _check_cpus(wanted, options)
+    _check_port(options.master_port)
+    chaos = _chaos(options)
+    run = _new_run_directory(options.run_dir)
+    settings = settings_for(options, wanted, command, run, is_chaos=chaos is not None)
+    if chaos is not None:
+        resolve(chaos, world_size=settings.world_size, nodes=settings.nodes)  # a wrong target shows before the start
+    write_run(run, settings)
+    return supervise(run, settings, chaos=chaos, is_resume=False)
+
+
+def go_on(options: RunOptions) -> int:
+    """Resume an existing run where it stopped."""
+    assert options.resume is not None
+    if options.command:
+        raise UserError(
+            f"--resume goes on with the script of that run; {options.command[0]!r} was given too",
+            where="command line",
+            mend="leave the script out, or start a new run without --resume",
+        )
+    run = run_directory(options.resume.resolve())
+    settings = load_settings(run)
+    history = replay(store.read(run.events, streams=("job",)))
+    if history.end == "finished":
+        raise UserError(
+            f"the run in {options.resume} is finished at step {history.max_step}",
+            where="--resume",
+            mend="start a new run; `dougong score` shows how it went",
+        )
+    for mark in (run.root / "nodes").glob("*.down"):
+        mark.unlink()
+    return supervise(run, settings, chaos=_chaos(options), is_resume=True)
+
+
+def supervise(run: RunDirectory, settings: RunSettings, *, chaos: Chaos | None, is_resume: bool) -> int:
+    """Launch, watch, inject what is to be injected; then say how it went."""
+    launcher = Launcher(run, is_resume=is_resume, view=_view(run, settings))
+    injector = None
+    if chaos is not None:
+        injector = _injector(run, settings, chaos, launcher)
+        injector.start()
+    point_latest(run.root)
+    click.echo(f"run {settings.run_id} in {_shown(run.root)}", err=True)
+    try:
+        code = launcher.supervise()
+    finally:
+        if injector is not None:
+            injector.stop()
+    _say_how_it_went(run, code)
+    return code
+
+
+def settings_for(
+    options: RunOptions, wanted: Shape, command: tuple[str, ...], run: RunDirectory, *, is_chaos: bool
+) -> RunSettings:
+    """The settings of a run on this machine."""
+    nodes, spares, cluster_name, peak, peak_source = _nodes(options, wanted)
+    total = wanted.num_nodes * wanted.procs_per_node
+    return RunSettings(
+        format_version=FORMAT_VERSION,
+        run_id=secrets.token_hex(4),
+        version=dougong.__version__,
+        command=command,
+        working_directory=os.getcwd(),
+        backend=options.backend,
+        cluster_name=cluster_name,
+        nodes=nodes,
+        spares=spares,
+        num_accelerators=total,
+        procs_per_node=wanted.procs_per_node,
+        policy=Policy(max_restarts=options.max_restarts),
+        hang=HangRule(),
+        save=SaveRule(
+            memory_every_steps=options.memory_every,
+            durable_every_steps=options.durable_every,
+            keep_durable=options.keep,
+        ),
+        checkpoint_url=_checkpoint_url(options, run),
+        memory_root=str(_memory_root(run)),
+        threads_per_worker=max(1, _num_cpus() // total),
+        peak_flop_per_s=peak,
+        peak_source=peak_source,
+        master_port=options.master_port or 0,
+        webhook_url=options.webhook,
+        is_chaos=is_chaos,
+    )
+
+
+def write_run(run: RunDirectory, settings: RunSettings) -> None:
+    """The files that make a directory a run. Raises UserError if the disk does not take them."""
+    try:
+        run.events.mkdir(parents=True, exist_ok=True)
+        write_atomically(run.token, secrets.token_bytes(32), mode=0o600)
+        save_settings(run, settings)
+    except OSError as error:
+        raise UserError(
+            f"{_shown(run.root)} cannot be written: {error.strerror}",
+            where="--run-dir",
+            mend="give a directory on a disk that is writable and not full",
+        ) from error
+
+
+def _nodes(
+    options: RunOptions, wanted: Shape
+) -> tuple[tuple[str, ...], tuple[str, ...], str, float | None, str]:
+    """Component paths of the active and the spare nodes, the cluster's name, and the peak of one rank's accelerator."""
+    count = wanted.num_nodes + options.spares
+    if options.cluster is None:
+        names = tuple(f"local/rack-01/node-{index:02d}" for index in range(1, count + 1))
+        return names[: wanted.num_nodes], names[wanted.num_nodes :], "local", None, ""
+    from dougong.spec.cluster import load_cluster
+
+    cluster = load_cluster(options.cluster)
+    names = tuple(str(node.path) for node in cluster.nodes())
+    if len(names) < count:
+        raise UserError(
+            f"{count} nodes are wanted ({wanted.num_nodes} and {options.spares} spare), the cluster has {len(names)}",
+            where=str(options.cluster),
+            mend="ask for fewer nodes, or describe more",
+        )
+    return names[: wanted.num_nodes], names[wanted.num_nodes : count], cluster.name, None, ""
+
+
+def _checked_command(options: RunOptions) -> tuple[str, ...]:
+    if not options.command:
+        raise UserError("no script was given", where="command line", mend="dougong run [OPTIONS] -- train.py ARGS…")
+    if options.module:
+        return ("-m", *options.command)
+    script = Path(options.command[0])
+    if not script.is_file():
+        what = "is a directory" if script.is_dir() else "does not exist"
+        raise UserError(
+            f"the script {str(script)!r} {what}",
+            where=f"command line, seen from {_shown(Path.cwd())}",
+            mend="give the path of a Python script; options of dougong stand before it",
+        )
+    if not os.access(script, os.R_OK):
+        raise UserError(f"the script {str(script)!r} cannot be read", where="command line", mend="mend its permissions")
+    return options.command
+
+
+def _check_torch() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise MissingExtra("torch", extra="train", needed_for="dougong run")
+
+
+def _check_cpus(wanted: Shape, options: RunOptions) -> None:
+    total = wanted.num_nodes * wanted.procs_per_node
+    if total > _num_cpus() and not options.oversubscribe:
+        raise UserError(
+            f"{total} ranks ({wanted.num_nodes} nodes x {wanted.procs_per_node}) on {_num_cpus()} CPUs",
+            where="--nodes, --procs-per-node",
+            mend="ask for fewer ranks, or add --oversubscribe if they may share CPUs",
+        )
+
+
+def _check_port(port: int | None) -> None:
+    if port is None:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise UserError(
+                f"port {port} cannot be used: {error.strerror}",
+                where="--master-port",
+                mend="end what listens there, give another port, or leave it out to have a free one chosen",
+            ) from error
+
+
+def _chaos(options: RunOptions) -> Chaos | None:
+    if options.chaos is None:
+        return None
+    path = _DEFAULT_CHAOS if options.chaos == "default" else Path(options.chaos)
+    if options.chaos == "default" and not path.exists():
+        path = Path(dougong.__file__).parent / "spec" / "catalog" / "chaos-default.yaml"
+    return load_chaos(path)
+
+
+def _injector(run: RunDirectory, settings: RunSettings, chaos: Chaos, launcher: Launcher):  # noqa: ANN202
+    from dougong.backend.local.nodes import LocalNodes
+    from dougong.run.chaos import Injector, Reach
+
+    clock = SystemClock()
+    memory_root = Path(settings.memory_root)
+
+    def directory_of(component: str):  # noqa: ANN202
+        return node_directory(settings.run_id, component, memory_root=memory_root)
+
+    door = LocalNodes(
+        run.root, run_id=settings.run_id, memory_of=lambda component: directory_of(component).root
+    )
+    return Injector(
+        resolve(chaos, world_size=settings.world_size, nodes=settings.nodes),
+        seed=chaos.seed,
+        events=run.events,
+        job_stream="job",
+        checkpoint_url=settings.checkpoint_url,
+        reach=Reach(
+            door=door,
+            node_directory=directory_of,
+            kill_controller=launcher.kill_controller,
+            ask_worker=launcher.ask_worker,
+        ),
+        log=EventLog.open(run.events, stream="chaos", clock=clock),
+        clock=clock,
+    )
+
+
+def _view(run: RunDirectory, settings: RunSettings) -> View:
+    from dougong.cli.live import Figures, LiveView, PlainView
+
+    figures = Figures(settings)
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        return cast("View", LiveView(figures))
+    return cast("View", PlainView(figures, rank_0_log=run.logs / "rank-0.log"))
+
+
+def _say_how_it_went(run: RunDirectory, code: int) -> None:
+    from dougong.cli.score import print_scorecard, write_report
+
+    print_scorecard(run.root)
+    report = write_report(run.root)
+    click.echo(f"report: {_shown(report)}", err=True)
+    if code == 130:
+        click.echo(f"stopped; go on with: dougong run --resume {_shown(run.root)}", err=True)
+
+
+def _new_run_directory(wanted: Path | None) -> RunDirectory:
+    path = wanted or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    run = run_directory(path)
+    if run.settings.exists():
+        raise UserError(
+            f"{_shown(run.root)} holds a run already",
+            where="--run-dir",
+            mend=f"go on with it by `dougong run --resume {_shown(run.root)}`, or give another directory",
+        )
+    if run.root.exists() and (not run.root.is_dir() or any(run.root.iterdir())):
+        raise UserError(
+            f"{_shown(run.root)} exists and is not an empty directory", where="--run-dir", mend="give another directory"
+        )
+    try:
+        run.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{_shown(run.root)} cannot be made: {error.strerror}",
+            where="--run-dir",
+            mend="give a directory on a disk that is writable and not full",
+        ) from error
+    return run
+
+
+def _checkpoint_url(options: RunOptions, run: RunDirectory) -> str:
+    if options.checkpoint_dir is None:
+        return str(run.checkpoints)
+    from dougong.run.manifest import storage_at
+
+    url = options.checkpoint_dir if "://" in options.checkpoint_dir else str(Path(options.checkpoint_dir).absolute())
+    storage_at(url)
+    return url
+
+
+def _memory_root(run: RunDirectory) -> Path:
+    """Shared memory where there is some; else the run directory, which is slower but works."""
+    shared = Path("/dev/shm")
+    if shared.is_dir() and os.access(shared, os.W_OK):
+        return shared
+    return run.root / "memory"
+
+
+def _num_cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _shown(path: Path) -> str:
+    """A path as a person would type it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+

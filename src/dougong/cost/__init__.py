@@ -1,0 +1,1 @@
+"""Formulas with their sources: FLOP of a model, failure rates and what failures cost. No state, no I/O."""

@@ -1,0 +1,331 @@
+"""The kinds of event: what can happen in a cluster and to a job.
+
+A kind is never renamed. A new field has a default, so that old logs stay readable. A component is named by its path in
+the cluster description (`hall-a/rack-03/node-017`). Wall times are nanoseconds since the Unix epoch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+CauseClass = Literal[
+    "crash",  # a process ended by a signal or a non-zero exit
+    "exception",  # the script raised
+    "stopped",  # a process was stopped (SIGSTOP) and no longer runs
+    "hang",  # alive but making no progress
+    "node",  # the whole node is gone
+    "accelerator",  # an accelerator, its memory or its link failed
+    "network",
+    "storage",
+    "host",  # CPU, DRAM, PSU, SSD, chassis, thermal
+    "software",
+    "silent-corruption",
+    "maintenance",  # planned or unplanned work by people
+    "unknown",
+]
+
+Tier = Literal["memory", "durable"]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
+    """Base of all kinds."""
+
+
+class Cause(msgspec.Struct, frozen=True, array_like=True):
+    """The event that led to this one: its stream and its `seq` there."""
+
+    stream: str
+    seq: int
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank on one node."""
+
+    rank: int
+    local_rank: int
+    component: str
+
+
+# --- the job -------------------------------------------------------------------------------------------------------
+
+
+class JobCreated(Event, frozen=True, kw_only=True):
+    """A job was accepted; nothing runs yet."""
+
+    job: str
+    version: str
+    command: tuple[str, ...]
+    backend: str
+    world_size: int
+    num_accelerators: int
+    nodes: tuple[str, ...]
+    spares: tuple[str, ...] = ()
+
+
+class JobStarted(Event, frozen=True, kw_only=True):
+    """The wall clock of the job starts to count (again, after a resume by hand)."""
+
+    job: str
+    is_resume: bool = False
+
+
+class ModelDescribed(Event, frozen=True, kw_only=True):
+    """FLOP per token of the model, for MFU and HFU. `None` = not known."""
+
+    num_parameters: int
+    model_flop_per_token: float | None
+    hardware_flop_per_token: float | None
+    source: str
+
+
+class PeakDescribed(Event, frozen=True, kw_only=True):
+    """The peak of all the accelerators of the job together: the denominator of MFU."""
+
+    peak_flop_per_s: float
+    source: str
+
+
+class GenerationStarted(Event, frozen=True, kw_only=True):
+    """The ranks were started, for the first time or again. Each start has its own generation number."""
+
+    generation: int
+    placement: tuple[Placed, ...]
+    rung: Literal["first", "in-process", "standby", "cold", "replaced-node"]
+    reason: str
+
+
+class StateRestored(Event, frozen=True, kw_only=True):
+    """All ranks hold the state of `step`. `source` "none" = started from scratch. `reload_s` = the slowest rank."""
+
+    generation: int
+    step: int
+    source: Literal["none", "memory", "durable"]
+    reload_s: float
+    reason: str
+
+
+class StepFinished(Event, frozen=True, kw_only=True):
+    """Steps `first_step`..`last_step` (1-based, inclusive) were finished, without a gap between them.
+
+    `is_redo`: these steps had been finished before and were lost with a fault. `step_s` is the sum over the steps of
+    the time inside the step; `between_s` the time between steps (evaluation, saving by the script itself);
+    `checkpoint_stall_s` the time the training thread waited for a checkpoint; all of the slowest rank.
+    `loss` is rank 0's at `last_step`. `None` = the script does not tell.
+    """
+
+    generation: int
+    first_step: int
+    last_step: int
+    begin_ns: int
+    end_ns: int
+    is_redo: bool
+    step_s: float
+    between_s: float
+    data_wait_s: float
+    checkpoint_stall_s: float
+    max_step_s: float
+    tokens: int | None = None
+    loss: float | None = None
+
+
+class CheckpointSaved(Event, frozen=True, kw_only=True):
+    """A checkpoint is complete. `stall_s` blocked training; `write_s` ran beside it."""
+
+    step: int
+    generation: int
+    tier: Tier
+    num_bytes: int
+    stall_s: float
+    write_s: float
+    path: str = ""
+
+
+class CheckpointRejected(Event, frozen=True, kw_only=True):
+    """A checkpoint was not used, and why."""
+
+    step: int
+    tier: Tier
+    path: str
+    reason: str
+
+
+class CheckpointDeleted(Event, frozen=True, kw_only=True):
+    """A durable checkpoint was removed by the retention rule."""
+
+    step: int
+    path: str
+    reason: str
+
+
+class FaultInjected(Event, frozen=True, kw_only=True):
+    """A fault was injected on purpose (`--chaos`, a campaign, a simulation): the true onset of what follows."""
+
+    fault: str
+    component: str
+    rank: int | None = None
+    detail: str = ""
+
+
+class WorkerLost(Event, frozen=True, kw_only=True):
+    """A rank no longer works: it ended, stopped, hangs, or its node is gone. The job is interrupted.
+
+    One fault that takes several ranks with it writes one `WorkerLost`, of the first rank found.
+    `onset_ns`: when it began, as well as the detector can tell; `None` = not known.
+    """
+
+    generation: int
+    rank: int
+    component: str
+    cause_class: CauseClass
+    detail: str
+    onset_ns: int | None = None
+    last_step: int | None = None
+    traceback: str = ""
+    evidence: str = ""
+
+
+class RecoveryDecided(Event, frozen=True, kw_only=True):
+    """What will be done about a loss, and why."""
+
+    generation: int
+    rung: Literal["in-process", "standby", "cold", "replaced-node"]
+    restore_step: int
+    restore_source: Literal["none", "memory", "durable", "script"]
+    backoff_s: float
+    reason: str
+
+
+class JobResumed(Event, frozen=True, kw_only=True):
+    """The first step after a recovery is finished on every rank."""
+
+    generation: int
+    step: int
+
+
+class JobStopped(Event, frozen=True, kw_only=True):
+    """The job was stopped on purpose and can be resumed."""
+
+    step: int
+    reason: str
+
+
+class JobFinished(Event, frozen=True, kw_only=True):
+    """Every rank ended well."""
+
+    step: int
+
+
+class JobFailed(Event, frozen=True, kw_only=True):
+    """The job was given up, by which rule, with the first traceback of the first failing rank."""
+
+    reason: str
+    traceback: str = ""
+
+
+# --- nodes and the control plane -----------------------------------------------------------------------------------
+
+
+class NodeJoined(Event, frozen=True, kw_only=True):
+    """A node is in the job's hands."""
+
+    component: str
+    role: Literal["active", "spare"]
+    num_accelerators: int = 1
+
+
+class NodeLost(Event, frozen=True, kw_only=True):
+    """A node is gone, with all that ran on it and all that its memory held."""
+
+    component: str
+    reason: str
+    cause_class: CauseClass = "node"
+
+
+class NodeRepaired(Event, frozen=True, kw_only=True):
+    """A lost node can be used again."""
+
+    component: str
+
+
+class AgentLost(Event, frozen=True, kw_only=True):
+    """The agent of a node does not answer; its workers may still run."""
+
+    component: str
+    reason: str
+
+
+class AgentReturned(Event, frozen=True, kw_only=True):
+    """The agent of a node is back, and has taken over `num_workers` running workers."""
+
+    component: str
+    num_workers: int
+
+
+class ControllerStarted(Event, frozen=True, kw_only=True):
+    """A controller took charge. `is_restart`: an earlier one died."""
+
+    pid: int
+    is_restart: bool
+
+
+class WebhookSent(Event, frozen=True, kw_only=True):
+    """The interruption was told to the webhook. `status` 0 = it could not be reached."""
+
+    status: int
+    detail: str
+
+
+class WarningRaised(Event, frozen=True, kw_only=True):
+    """Something a person should know that stops nothing."""
+
+    component: str
+    text: str
+
+
+AnyEvent = (
+    JobCreated
+    | JobStarted
+    | ModelDescribed
+    | PeakDescribed
+    | GenerationStarted
+    | StateRestored
+    | StepFinished
+    | CheckpointSaved
+    | CheckpointRejected
+    | CheckpointDeleted
+    | FaultInjected
+    | WorkerLost
+    | RecoveryDecided
+    | JobResumed
+    | JobStopped
+    | JobFinished
+    | JobFailed
+    | NodeJoined
+    | NodeLost
+    | NodeRepaired
+    | AgentLost
+    | AgentReturned
+    | ControllerStarted
+    | WebhookSent
+    | WarningRaised
+)
+
+
+class Unknown(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a kind that this version does not know: kept as it was read, counted and reported."""
+
+    kind: str
+    fields_json: str
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """An event as it stands in the log: who wrote it (`stream`), its gapless place there (`seq`, from 1), when, and
+    what led to it."""
+
+    stream: str
+    seq: int
+    time_ns: int
+    event: AnyEvent | Unknown
+    cause: Cause | None = None

@@ -1,0 +1,10 @@
+"""Keep a training job going through every fault.
+
+```
+launcher (`dougong run`)      starts the controller, shows what happens, starts it again if it dies
+└── controller                decides, writes the events; speaks with the agents by a per-run token
+    └── agent, one per node   owns the node's workers, their memory checkpoints, their logs
+        └── zygote            has imported torch; forks a worker in milliseconds
+            └── worker        one rank: the user's script
+```
+"""

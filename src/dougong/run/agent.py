@@ -1,0 +1,549 @@
+"""The agent of one node: starts, watches and ends its workers, keeps their memory checkpoints, and tells the controller.
+
+It decides nothing. When the controller is away it keeps everything and tells it again; when the agent itself was killed, the next one
+takes over the running workers from `workers.json`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dougong.backend.local import process
+from dougong.clock import Clock
+from dougong.run import wire
+from dougong.run.activity import ActivityState, advance
+from dougong.run.fork import Exited, Forked, ForkRequest, Preloaded, ZygoteMessage
+from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
+from dougong.run.letters import post, read_from_worker, unread
+from dougong.run.page import ControlFault, Page, StepRecord
+from dougong.run.place import WorkerPlace, torchrun_variables, worker_variables
+from dougong.run.settings import RunSettings
+from dougong.run.snapshot import SnapshotFiles
+from dougong.run.stacks import take_stack
+
+_TICK_S = 0.02
+_STATUS_S = 0.2
+_READING_S = 0.25
+_ORPHAN_S = 30.0
+_RECONNECT_S = 0.2
+_LOG_TAIL_BYTES = 4096
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the controller listens."""
+
+    host: str
+    port: int
+
+
+class _Worker:
+    """A worker in the agent's hands."""
+
+    def __init__(self, worker: wire.RunningWorker, page: Page, pidfd: int) -> None:
+        self.worker = worker
+        self.page = page
+        self.pidfd = pidfd
+        self.num_drained = 0
+        self.activity: ActivityState | None = None
+
+
+class Agent:
+    """One node's agent. `run()` returns when the run is over or the controller stays away too long."""
+
+    def __init__(
+        self, component: str, *, run: RunDirectory, node: NodeDirectory, settings: RunSettings, token: bytes, clock: Clock
+    ) -> None:
+        self._component = component
+        self._run = run
+        self._node = node
+        self._settings = settings
+        self._token = token
+        self._clock = clock
+        self._workers: dict[int, _Worker] = {}
+        self._connection: wire.Connection | None = None
+        self._told: list[wire.ToController] = []
+        self._zygote: asyncio.subprocess.Process | None = None
+        self._is_warm = False
+        self._requests: dict[int, asyncio.Future[int]] = {}
+        self._exits: dict[int, tuple[int | None, int | None]] = {}
+        self._num_requests = 0
+        self._generation = 0
+        self._is_dismissed = False
+        self._failure: BaseException | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_contact_s = clock.monotonic_ns() / 1e9
+
+    async def run(self) -> None:
+        """Serve until dismissed."""
+        self._node.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._adopt()
+        await self._start_zygote()
+        watch = asyncio.create_task(self._watch())
+        watch.add_done_callback(self._on_task_done)
+        try:
+            while not self._is_dismissed:
+                await self._serve_once()
+                if self._failure is not None:
+                    raise self._failure
+                if watch.done():
+                    watch.result()
+                if self._now_s() - self._last_contact_s > _ORPHAN_S:
+                    await self._end_orphans()
+                    return
+                if not self._is_dismissed:
+                    await asyncio.sleep(_RECONNECT_S)
+        finally:
+            watch.cancel()
+            if self._zygote is not None and self._zygote.stdin is not None:
+                self._zygote.stdin.close()
+
+    # --- speaking with the controller ---
+
+    async def _serve_once(self) -> None:
+        try:
+            address = msgspec.json.decode(self._run.address.read_bytes(), type=Address)
+            connection = await wire.connect(address.host, address.port, token=self._token)
+        except (OSError, msgspec.MsgspecError, wire.WireBroken):
+            return
+        connection.send(self._hello())
+        for worker in self._workers.values():
+            worker.num_drained = 0
+        for message in self._told:
+            connection.send(message)
+        self._connection = connection
+        try:
+            while not self._is_dismissed:
+                message = await connection.receive_for_agent()
+                self._last_contact_s = self._now_s()
+                await self._obey(message)
+                await connection.flush()
+        except wire.WireBroken:
+            self._last_contact_s = self._now_s()
+        finally:
+            self._connection = None
+            connection.close()
+
+    def _hello(self) -> wire.Hello:
+        return wire.Hello(
+            component=self._component,
+            pid=os.getpid(),
+            address=_own_address(self._settings),
+            num_slots=self._settings.procs_per_node,
+            free_port=free_port(_listen_host(self._settings)),
+            workers=tuple(worker.worker for worker in self._workers.values()),
+            snapshots=self._snapshots(is_verified=False),
+        )
+
+    def _tell(self, message: wire.ToController, *, is_kept: bool = True) -> None:
+        """Send; what is kept is told again to a controller that was away."""
+        if is_kept:
+            self._told.append(message)
+        if self._connection is not None:
+            self._connection.send(message)
+
+    async def _obey(self, message: wire.ControllerMessage) -> None:
+        match message:
+            case wire.Welcome():
+                self._generation = max(self._generation, message.generation)
+            case wire.Launch():
+                self._spawn(self._launch(message))
+            case wire.Kill():
+                self._spawn(self._kill(message))
+            case wire.TakeStacks():
+                self._spawn(self._take_stacks(message.generation))
+            case wire.StopAt():
+                for worker in self._workers.values():
+                    worker.page.stop_at_step = message.step
+            case wire.Deliver():
+                post(self._node.inbox(message.rank), message.letter)
+            case wire.AskFault():
+                if self._settings.is_chaos and message.rank in self._workers:
+                    self._workers[message.rank].page.ask_fault(ControlFault(message.fault))
+            case wire.Dismiss():
+                await self._leave(is_memory_kept=message.is_memory_kept)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """A bug ends the agent: the next one takes over the workers, which is better than one that is half alive."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+            if self._connection is not None:
+                self._connection.close()
+
+    # --- starting ---
+
+    async def _launch(self, launch: wire.Launch) -> None:
+        if launch.generation <= self._generation and self._workers:
+            return
+        self._generation = launch.generation
+        self._told = [message for message in self._told if not _is_of_generation_before(message, launch.generation)]
+        is_warm = self._is_warm
+        try:
+            for rank, local_rank in launch.ranks:
+                await self._start_worker(launch, rank, local_rank)
+        except (OSError, ConnectionError) as error:
+            self._tell(wire.LaunchFailed(generation=launch.generation, reason=str(error)))
+            return
+        self._write_workers()
+        self._tell(wire.Launched(generation=launch.generation, is_warm=is_warm))
+
+    async def _start_worker(self, launch: wire.Launch, rank: int, local_rank: int) -> None:
+        for box in (self._node.outbox(rank), self._node.inbox(rank)):
+            shutil.rmtree(box, ignore_errors=True)
+        page = Page.create(self._node.page(rank), generation=launch.generation)
+        place = self._place(launch, rank, local_rank)
+        log_path = self._run.logs / f"rank-{rank}.log"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            log.write(f"--- generation {launch.generation} on {self._component}\n".encode())
+        pid = await self._fork(
+            ForkRequest(
+                request=self._next_request(),
+                variables={**worker_variables(place), **self._torchrun_variables(place, launch)},
+                command=self._settings.command,
+                working_directory=self._settings.working_directory,
+                log_path=str(log_path),
+            )
+        )
+        started = process.start_ticks(pid) or 0
+        running = wire.RunningWorker(
+            rank=rank, local_rank=local_rank, generation=launch.generation, pid=pid, start_ticks=started
+        )
+        self._take_in(running, page)
+
+    def _place(self, launch: wire.Launch, rank: int, local_rank: int) -> WorkerPlace:
+        return WorkerPlace(
+            run_id=self._settings.run_id,
+            run_root=str(self._run.root),
+            node_root=str(self._node.root),
+            checkpoint_url=self._settings.checkpoint_url,
+            generation=launch.generation,
+            rank=rank,
+            local_rank=local_rank,
+            world_size=launch.world_size,
+            restore_source=launch.restore.source,
+            restore_step=launch.restore.step,
+            restore_directory=launch.restore.directory,
+            memory_every_steps=self._settings.save.memory_every_steps,
+            durable_every_steps=self._settings.save.durable_every_steps,
+            wants_peak=launch.generation == 1 and self._settings.peak_flop_per_s is None,
+            is_chaos=self._settings.is_chaos,
+        )
+
+    def _torchrun_variables(self, place: WorkerPlace, launch: wire.Launch) -> dict[str, str]:
+        limit = self._settings.policy.max_restarts
+        return torchrun_variables(
+            place,
+            procs_per_node=self._settings.procs_per_node,
+            node_rank=launch.node_rank,
+            num_nodes=launch.num_nodes,
+            master_address=launch.master_address,
+            master_port=launch.master_port,
+            num_restarts=launch.num_restarts,
+            max_restarts=0 if limit is None else limit,
+        )
+
+    async def _start_zygote(self) -> None:
+        self._is_warm = False
+        log_path = self._run.logs / f"zygote-{self._component.rsplit('/', 1)[-1]}.log"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        environment = dict(os.environ)
+        environment.setdefault("OMP_NUM_THREADS", str(self._settings.threads_per_worker))
+        environment.setdefault("PYTHONUNBUFFERED", "1")
+        if self._settings.backend == "local":
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        with log_path.open("ab") as log:
+            self._zygote = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "dougong.run.zygote",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                cwd=self._settings.working_directory,
+                env=environment,
+            )
+        self._spawn(self._hear_zygote(self._zygote))
+
+    async def _hear_zygote(self, zygote: asyncio.subprocess.Process) -> None:
+        assert zygote.stdout is not None
+        while line := await zygote.stdout.readline():
+            message = msgspec.json.decode(line, type=ZygoteMessage)
+            match message:
+                case Preloaded():
+                    self._is_warm = True
+                case Forked():
+                    if not (future := self._requests.pop(message.request)).done():
+                        future.set_result(message.pid)
+                case Exited():
+                    self._exits[message.pid] = (message.exit_code, message.signal)
+        for future in self._requests.values():
+            future.set_exception(ConnectionError("the zygote died"))
+        self._requests.clear()
+        if not self._is_dismissed:
+            await asyncio.sleep(_RECONNECT_S)
+            await self._start_zygote()
+
+    async def _fork(self, request: ForkRequest) -> int:
+        assert self._zygote is not None and self._zygote.stdin is not None
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._requests[request.request] = future
+        self._zygote.stdin.write(msgspec.json.encode(request) + b"\n")
+        await self._zygote.stdin.drain()
+        return await future
+
+    def _next_request(self) -> int:
+        self._num_requests += 1
+        return self._num_requests
+
+    def _take_in(self, running: wire.RunningWorker, page: Page) -> None:
+        """Watch a worker by its pidfd: its end is an event, also when it is not our child."""
+        try:
+            pidfd = os.pidfd_open(running.pid)
+        except ProcessLookupError:
+            pidfd = -1
+        worker = _Worker(running, page, pidfd)
+        self._workers[running.rank] = worker
+        if pidfd >= 0:
+            asyncio.get_running_loop().add_reader(pidfd, self._on_exit, running.rank, pidfd)
+        else:
+            self._spawn(self._bury(worker))
+
+    def _adopt(self) -> None:
+        """Take over the workers that an earlier agent of this node left running."""
+        try:
+            known = msgspec.json.decode(self._node.workers.read_bytes(), type=tuple[wire.RunningWorker, ...])
+        except (OSError, msgspec.MsgspecError):
+            return
+        for running in known:
+            self._generation = max(self._generation, running.generation)
+            if process.is_alive(running.pid, start_ticks_expected=running.start_ticks):
+                with contextlib.suppress(OSError, ValueError):
+                    self._take_in(running, Page.open(self._node.page(running.rank)))
+
+    def _write_workers(self) -> None:
+        write_atomically(
+            self._node.workers, msgspec.json.encode(tuple(worker.worker for worker in self._workers.values()))
+        )
+
+    # --- watching ---
+
+    async def _watch(self) -> None:
+        last_status_s = last_reading_s = 0.0
+        while True:
+            now_s = self._now_s()
+            if now_s - last_reading_s >= _READING_S:
+                last_reading_s = now_s
+                for worker in self._workers.values():
+                    worker.activity = advance(worker.activity, process.read(worker.worker.pid), now_s=now_s)
+            self._forward_letters()
+            self._forward_steps()
+            if self._connection is not None and now_s - last_status_s >= _STATUS_S:
+                last_status_s = now_s
+                self._tell(self._status(now_s), is_kept=False)
+            await asyncio.sleep(_TICK_S)
+
+    def _status(self, now_s: float) -> wire.Status:
+        return wire.Status(
+            ranks=tuple(self._rank_status(worker, now_s) for worker in self._workers.values()),
+            snapshots=self._snapshots(is_verified=False),
+            is_standby_ready=self._is_warm,
+        )
+
+    def _rank_status(self, worker: _Worker, now_s: float) -> wire.RankStatus:
+        state = worker.activity
+        return wire.RankStatus(
+            rank=worker.worker.rank,
+            generation=worker.worker.generation,
+            pid=worker.worker.pid,
+            phase=worker.page.phase,
+            step=worker.page.step,
+            idle_s=max(0.0, now_s - worker.page.progress_ns / 1e9) if worker.page.pid else 0.0,
+            quiet_s=0.0 if state is None else max(0.0, now_s - state.quiet_since_s),
+            activity="gone" if state is None else state.activity,
+            is_attached=worker.page.is_attached,
+        )
+
+    def _snapshots(self, *, is_verified: bool) -> tuple[wire.SnapshotStatus, ...]:
+        """All valid memory checkpoints of the node; those of ranks that run elsewhere by now included."""
+        found: list[wire.SnapshotStatus] = []
+        for page in sorted(self._node.root.glob("rank-*.commit")):
+            rank = int(page.name.removeprefix("rank-").removesuffix(".commit"))
+            files = SnapshotFiles(self._node.snapshot(rank))
+            for slot in files.slots():
+                if is_verified and not files.is_whole(slot):
+                    continue
+                found.append(
+                    wire.SnapshotStatus(
+                        rank=rank,
+                        step=slot.step,
+                        generation=slot.generation,
+                        world_size=slot.world_size,
+                        num_bytes=slot.num_bytes,
+                        is_verified=is_verified,
+                    )
+                )
+        return tuple(found)
+
+    def _forward_letters(self) -> None:
+        for rank in tuple(self._workers):
+            for path in unread(self._node.outbox(rank)):
+                self._forward_letter(path)
+
+    def _forward_letter(self, path: Path) -> None:
+        try:
+            letter = read_from_worker(path)
+        except (OSError, msgspec.MsgspecError):
+            path.unlink(missing_ok=True)
+            return
+        self._tell(wire.Received(letter=letter))
+        path.unlink(missing_ok=True)
+
+    def _forward_steps(self) -> None:
+        if self._connection is None:
+            return
+        offset_ns = self._clock.wall_ns() - self._clock.monotonic_ns()
+        for worker in self._workers.values():
+            records, worker.num_drained = worker.page.drain(seen=worker.num_drained)
+            if records:
+                on_wall = tuple(_shifted(record, offset_ns) for record in records)
+                running = worker.worker
+                self._tell(
+                    wire.Steps(rank=running.rank, generation=running.generation, records=on_wall), is_kept=False
+                )
+
+    def _on_exit(self, rank: int, pidfd: int) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        worker = self._workers.get(rank)
+        if worker is not None and worker.pidfd == pidfd:
+            self._spawn(self._bury(worker))
+
+    async def _bury(self, worker: _Worker) -> None:
+        """Say how a worker ended, after its last letters and steps. A moment is given to the zygote to say the exit code."""
+        time_ns = self._clock.wall_ns()
+        deadline_s = self._now_s() + 0.2
+        while worker.worker.pid not in self._exits and self._now_s() < deadline_s and self._zygote is not None:
+            await asyncio.sleep(0.002)
+        exit_code, signal_number = self._exits.pop(worker.worker.pid, (None, None))
+        self._forward_letters()
+        self._forward_steps()
+        running = worker.worker
+        if self._workers.get(running.rank) is worker:
+            del self._workers[running.rank]
+            self._write_workers()
+        if worker.pidfd >= 0:
+            os.close(worker.pidfd)
+        self._tell(
+            wire.WorkerEnded(
+                rank=running.rank,
+                generation=running.generation,
+                exit_code=exit_code,
+                signal=signal_number,
+                time_ns=time_ns,
+                log_tail="" if exit_code == 0 else _tail(self._run.logs / f"rank-{running.rank}.log"),
+            )
+        )
+
+    # --- ending ---
+
+    async def _kill(self, order: wire.Kill) -> None:
+        victims = [worker for worker in self._workers.values() if worker.worker.generation <= order.generation]
+        if order.grace_s > 0:
+            for worker in victims:
+                process.kill(worker.worker.pid, 15)
+            await self._wait_gone(victims, timeout_s=order.grace_s)
+        for worker in victims:
+            # its own children (data loading processes) would wait for it forever
+            for pid in (worker.worker.pid, *process.descendants(worker.worker.pid)):
+                process.kill(pid)
+        await self._wait_gone(victims, timeout_s=self._settings.policy.teardown_s)
+        undead = tuple(worker.worker.rank for worker in victims if process.is_alive(worker.worker.pid))
+        snapshots = await asyncio.to_thread(self._snapshots, is_verified=True)
+        self._tell(
+            wire.Killed(
+                generation=order.generation,
+                snapshots=snapshots,
+                free_port=free_port(_listen_host(self._settings)),
+                undead=undead,
+            ),
+            is_kept=False,
+        )
+
+    async def _wait_gone(self, workers: list[_Worker], *, timeout_s: float) -> None:
+        deadline_s = self._now_s() + timeout_s
+        while any(process.is_alive(w.worker.pid) for w in workers) and self._now_s() < deadline_s:
+            await asyncio.sleep(0.005)
+
+    async def _take_stacks(self, generation: int) -> None:
+        workers = [worker for worker in self._workers.values() if worker.worker.generation == generation]
+        texts = await asyncio.gather(*(take_stack(worker.worker.pid) for worker in workers))
+        pairs = tuple((worker.worker.rank, text) for worker, text in zip(workers, texts, strict=True))
+        self._tell(wire.StacksTaken(generation=generation, stacks=pairs), is_kept=False)
+
+    async def _leave(self, *, is_memory_kept: bool) -> None:
+        self._is_dismissed = True
+        for worker in tuple(self._workers.values()):
+            for pid in (worker.worker.pid, *process.descendants(worker.worker.pid)):
+                process.kill(pid)
+        await self._wait_gone(list(self._workers.values()), timeout_s=5.0)
+        if not is_memory_kept:
+            shutil.rmtree(self._node.root, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._node.root.parent.rmdir()
+
+    async def _end_orphans(self) -> None:
+        """No controller for long: nobody will ever ask for these workers. Their memory checkpoints stay."""
+        await self._leave(is_memory_kept=True)
+
+    def _now_s(self) -> float:
+        return self._clock.monotonic_ns() / 1e9
+
+
+def free_port(host: str) -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _own_address(settings: RunSettings) -> str:
+    return "127.0.0.1" if settings.backend == "local" else socket.gethostname()
+
+
+def _listen_host(settings: RunSettings) -> str:
+    return "127.0.0.1" if settings.backend == "local" else ""
+
+
+def _shifted(record: StepRecord, offset_ns: int) -> StepRecord:
+    return msgspec.structs.replace(record, begin_ns=record.begin_ns + offset_ns, end_ns=record.end_ns + offset_ns)
+
+
+def _is_of_generation_before(message: wire.ToController, generation: int) -> bool:
+    if isinstance(message, wire.Received):
+        return message.letter.generation < generation
+    return getattr(message, "generation", generation) < generation
+
+
+def _tail(path: Path) -> str:
+    """The end of a log, for the reader of an event."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

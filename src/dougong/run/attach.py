@@ -1,0 +1,385 @@
+"""The few lines in a training script that let Dougong save and restore everything.
+
+```python
+job = dougong.attach(model=model, optimizer=optimizer, lr_scheduler=sched, data=loader)
+for step in job.steps(until=1000):         # resumes, or rolls back, to the exact sample
+    with step as batch:                    # a broken collective unwinds to here; the loop replays the step
+        step.record(loss=train_step(batch), tokens=n)
+```
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from dougong.errors import UserError
+from dougong.run import manifest
+from dougong.run.data_position import DataPosition
+from dougong.run.dcp_shard import read_state
+from dougong.run.letters import ModelFound, PeakMeasured, Restored, Stopped, post
+from dougong.run.page import Page, Phase, StepRecord
+from dougong.run.persist import Persister, PersistRequest
+from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
+from dougong.run.snapshot import SnapshotFiles
+from dougong.run.state import Progress, gather, is_replicated, num_parameters, put_back, read_tree, write_snapshot
+from dougong.run.worker import do_control_fault, is_broken_collective
+
+_VERDICT_TIMEOUT_S = 60.0
+
+
+class Stateful(Protocol):
+    """Anything whose state can be saved."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def attach(
+    *,
+    model: torch.nn.Module,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    data: Any = None,
+    model_flop_per_token: float | None = None,
+    hardware_flop_per_token: float | None = None,
+    **others: Stateful,
+) -> Job:
+    """A job whose whole state is saved and restored by Dougong.
+
+    `data` is any iterable of batches; one with `state_dict()` and `load_state_dict()` (StatefulDataLoader) is asked for its
+    position itself. `others` are further objects with the same two methods (a gradient scaler, an EMA model …).
+    `model_flop_per_token` is what MFU counts; without it, 6 FLOP per parameter and token are assumed and the score says so.
+    Under plain Python or torchrun the loop runs just the same, without saving. Raises UserError for an object without state.
+    """
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, **others}
+    present = {name: part for name, part in parts.items() if part is not None}
+    for name, part in present.items():
+        if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
+            raise UserError(
+                f"{type(part).__name__} has no state_dict() and load_state_dict()",
+                where=f"attach({name}=…)",
+                mend="give an object that has both, or leave it out",
+            )
+    if reserved := sorted({"rng", "data", "progress"} & set(present)):
+        raise UserError(f"the name {reserved[0]!r} is taken", where="attach()", mend="give the object another name")
+    job = Job(present, data=data)
+    job.describe_model(model_flop_per_token, hardware_flop_per_token)
+    return job
+
+
+class Job:
+    """A training job in this process: its steps, and its place in the run."""
+
+    def __init__(self, parts: dict[str, Any], *, data: Any) -> None:
+        self._parts = parts
+        self._data = None if data is None else DataPosition(data)
+        self._place = worker_place()
+        self._step = 0
+        self._num_tokens = 0
+        self._stall_ns = 0
+        self._between_since_ns = time.monotonic_ns()
+        self._page: Page | None = None
+        self._persister: Persister | None = None
+        self._files: SnapshotFiles | None = None
+        self._ledger: _Ledger | None = None
+        self.rank, self.world_size = rank_and_world_size()
+        if self._place is not None:
+            self._page = Page.open(self._place.node.page(self._place.rank))
+            self._page.mark_attached()
+            self._files = SnapshotFiles(self._place.node.snapshot(self._place.rank))
+            self._persister = Persister(self._place, self._files)
+            self._ledger = _Ledger(self._place)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps finished, over all restarts."""
+        return self._step
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens recorded by this rank, over all restarts."""
+        return self._num_tokens
+
+    def describe_model(self, model_flop_per_token: float | None, hardware_flop_per_token: float | None) -> None:
+        """Tell the run what a token costs, and measure the peak if the run wants it."""
+        place = self._place
+        if place is None:
+            return
+        if place.rank == 0:
+            count = num_parameters(self._parts["model"])
+            is_given = model_flop_per_token is not None
+            letter = ModelFound(
+                generation=place.generation,
+                rank=place.rank,
+                num_parameters=count,
+                model_flop_per_token=model_flop_per_token if is_given else 6.0 * count,
+                hardware_flop_per_token=hardware_flop_per_token,
+                source="given by the script" if is_given else "6 FLOP per parameter and token, attention not counted",
+            )
+            post(place.node.outbox(place.rank), letter)
+        if place.wants_peak:
+            rate, source = measure_gemm_flop_per_s()
+            letter = PeakMeasured(generation=place.generation, rank=place.rank, flop_per_s=rate, source=source)
+            post(place.node.outbox(place.rank), letter)
+
+    def steps(self, *, until: int | None = None) -> Iterator[Step]:
+        """The steps still to do: up to number `until`, beginning new epochs of the data as needed; without it, one epoch.
+
+        Everything between two steps (evaluation, logging) belongs to the step before: a restart does not do it again.
+        """
+        self._restore()
+        while until is None or self._step < until:
+            began_ns = time.monotonic_ns()
+            batch = self._next_batch(is_endless=until is not None)
+            if batch is _END:
+                break
+            step = Step(self, number=self._step + 1, batch=batch, data_wait_ns=time.monotonic_ns() - began_ns)
+            yield step
+            if step.is_finished:
+                self._between_steps()
+        self._finish()
+
+    # --- called by Step ---
+
+    def begin_step(self) -> int:
+        now_ns = time.monotonic_ns()
+        if self._page is not None and self._place is not None:
+            self._page.enter(Phase.STEP, now_ns=now_ns)
+            if self._place.is_chaos:
+                do_control_fault(self._page)
+        return now_ns
+
+    def finish_step(self, step: Step) -> None:
+        now_ns = time.monotonic_ns()
+        self._step = step.number
+        self._num_tokens += step.tokens or 0
+        if self._page is None:
+            return
+        assert self._ledger is not None
+        if step.samples is not None:
+            self._ledger.write(step.number, step.samples)
+        self._page.finish_step(
+            StepRecord(
+                step=step.number,
+                begin_ns=step.begin_ns,
+                end_ns=now_ns,
+                data_wait_ns=step.data_wait_ns,
+                loss=step.loss,
+                tokens=step.tokens,
+                checkpoint_stall_ns=self._stall_ns,
+                between_ns=max(0, step.begin_ns - self._between_since_ns - step.data_wait_ns - self._stall_ns),
+            )
+        )
+        self._stall_ns = 0
+        self._between_since_ns = now_ns
+        self._page.enter(Phase.BETWEEN, now_ns=now_ns)
+
+    def unwind(self, error: BaseException) -> None:
+        """A collective broke in this step. Wait for the verdict, which for now is always the end of this process.
+
+        Raises `error` again when no verdict comes.
+        """
+        if self._page is None:
+            raise error
+        self._page.enter(Phase.UNWOUND, now_ns=time.monotonic_ns())
+        time.sleep(_VERDICT_TIMEOUT_S)
+        raise error
+
+    # --- saving and restoring ---
+
+    def _between_steps(self) -> None:
+        """After the body of the loop, its evaluation included: save if it is time, and leave if asked."""
+        place, page = self._place, self._page
+        if place is None or page is None:
+            return
+        wants_stop = bool(page.stop_at_step) and self._step >= page.stop_at_step
+        is_durable = wants_stop or self._step % place.durable_every_steps == 0
+        if is_durable or self._step % place.memory_every_steps == 0:
+            self._save(is_durable=is_durable)
+        if wants_stop:
+            self._leave_resumable()
+
+    def _save(self, *, is_durable: bool) -> None:
+        assert self._place is not None and self._page is not None
+        assert self._files is not None and self._persister is not None
+        began_ns = time.monotonic_ns()
+        self._page.enter(Phase.CHECKPOINT, now_ns=began_ns)
+        if is_durable:
+            self._persister.wait_idle()
+        tree = gather(
+            self._parts,
+            data=None if self._data is None else self._data.state(),
+            progress=Progress(step=self._step, num_tokens=self._num_tokens),
+        )
+        index, num_bytes = write_snapshot(
+            self._files, tree, step=self._step, generation=self._place.generation, world_size=self._place.world_size
+        )
+        now_ns = time.monotonic_ns()
+        self._stall_ns += now_ns - began_ns
+        if is_durable:
+            request = PersistRequest(
+                index=index,
+                num_bytes=num_bytes,
+                step=self._step,
+                stall_s=(now_ns - began_ns) / 1e9,
+                is_replicated=is_replicated(self._parts, world_size=self._place.world_size),
+            )
+            self._persister.submit(request)
+        self._page.enter(Phase.BETWEEN, now_ns=time.monotonic_ns())
+
+    def _leave_resumable(self) -> None:
+        assert self._place is not None and self._page is not None and self._persister is not None
+        self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
+        self._persister.wait_committed(step=self._step)
+        letter = Stopped(generation=self._place.generation, rank=self._place.rank, step=self._step)
+        post(self._place.node.outbox(self._place.rank), letter)
+        self._page.enter(Phase.STOPPED_CLEAN, now_ns=time.monotonic_ns())
+        raise SystemExit(0)
+
+    def _finish(self) -> None:
+        """The loop is done: the last state is saved durably before the script goes on."""
+        if self._place is None or self._page is None or self._persister is None or self._step == 0:
+            return
+        if self._step % self._place.durable_every_steps != 0:
+            self._save(is_durable=True)
+        self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
+        self._persister.wait_committed(step=self._step)
+        self._page.enter(Phase.BETWEEN, now_ns=time.monotonic_ns())
+
+    def _restore(self) -> None:
+        place, page = self._place, self._page
+        if place is None or page is None:
+            return
+        began_ns = time.monotonic_ns()
+        page.enter(Phase.RESTORING, now_ns=began_ns)
+        tree = self._saved_tree(place)
+        if tree is not None:
+            if self._data is not None and tree["data"] is not None:
+                self._data.load(tree["data"])
+            progress = put_back(tree, self._parts)
+            self._step, self._num_tokens = progress.step, progress.num_tokens
+        page.mark_restored(step=self._step)
+        now_ns = time.monotonic_ns()
+        page.enter(Phase.STARTING, now_ns=now_ns)
+        self._between_since_ns = now_ns
+        letter = Restored(
+            generation=place.generation,
+            rank=place.rank,
+            step=self._step,
+            source=place.restore_source,
+            reload_s=(now_ns - began_ns) / 1e9,
+        )
+        post(place.node.outbox(place.rank), letter)
+
+    def _saved_tree(self, place: WorkerPlace) -> dict[str, Any] | None:
+        match place.restore_source:
+            case "none":
+                return None
+            case "memory":
+                assert self._files is not None
+                return read_tree(self._files.read(step=place.restore_step))
+            case "durable":
+                storage, root = manifest.storage_at(place.checkpoint_url)
+                return read_state(
+                    place=storage, directory=f"{root}/{place.restore_directory}", rank=place.rank
+                )
+
+    def _next_batch(self, *, is_endless: bool) -> Any:
+        if self._data is None:
+            return None
+        try:
+            return self._data.next_batch()
+        except StopIteration:
+            if not is_endless:
+                return _END
+            if not self._data.has_read_this_epoch:
+                raise UserError(
+                    "the data has no batch at all", where="attach(data=…)", mend="give a loader with at least one batch"
+                ) from None
+            self._data.end_epoch()
+            return self._data.next_batch()
+
+
+class Step:
+    """One step. Use it once, as a context manager; its value is the batch."""
+
+    def __init__(self, job: Job, *, number: int, batch: Any, data_wait_ns: int) -> None:
+        self.number = number
+        self.is_finished = False
+        self.loss: float | None = None
+        self.tokens: int | None = None
+        self.samples: tuple[int, ...] | None = None
+        self.begin_ns = 0
+        self.data_wait_ns = data_wait_ns
+        self._job = job
+        self._batch = batch
+
+    def record(
+        self, *, loss: float | torch.Tensor | None = None, tokens: int | None = None, samples: Sequence[int] | None = None
+    ) -> None:
+        """Tell what this rank did in this step: its loss, the tokens it trained on, the ids of its samples."""
+        self.loss = None if loss is None else float(loss)
+        self.tokens = tokens
+        self.samples = None if samples is None else tuple(int(sample) for sample in samples)
+
+    def __enter__(self) -> Any:
+        self.begin_ns = self._job.begin_step()
+        return self._batch
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> bool:
+        if error is None:
+            self.is_finished = True
+            self._job.finish_step(self)
+            return False
+        if is_broken_collective(error):
+            self._job.unwind(error)
+        return False
+
+
+class _Ledger:
+    """The ids of the samples of every finished step, one JSON line each; a step done again stands there again."""
+
+    def __init__(self, place: WorkerPlace) -> None:
+        self._path = place.run.ledger / f"rank-{place.rank}.jsonl"
+        self._generation = place.generation
+        self._fd: int | None = None
+
+    def write(self, step: int, samples: tuple[int, ...]) -> None:
+        if self._fd is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        line = json.dumps({"step": step, "generation": self._generation, "ids": samples}, separators=(",", ":"))
+        os.write(self._fd, f"{line}\n".encode())
+
+
+_END = object()
+
+
+def measure_gemm_flop_per_s(*, size: int = 1024, duration_s: float = 0.25) -> tuple[float, str]:
+    """The matmul rate of this rank, and how it was measured: the honest peak of a machine without a datasheet figure.
+
+    Square products of `size`, 2·size³ FLOP each; the best of several, since a peak is a ceiling. On CUDA bfloat16.
+    """
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    rng = torch.get_rng_state()
+    left, right = (torch.rand(size, size, device=device, dtype=dtype) for _ in range(2))
+    torch.set_rng_state(rng)
+    best_s = float("inf")
+    end_ns = time.monotonic_ns() + round(duration_s * 1e9)
+    while time.monotonic_ns() < end_ns:
+        began_ns = time.monotonic_ns()
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best_s = min(best_s, (time.monotonic_ns() - began_ns) / 1e9)
+    return 2.0 * size**3 / best_s, f"measured GEMM {size}x{size}, {str(dtype).removeprefix('torch.')}, {device.type}"

@@ -1,0 +1,874 @@
+"""The controller of a run: gathers what the agents see, asks `decide`, applies the answer, and writes the events.
+
+It holds no state that is not in the event log or with the agents, so one that was killed is replaced by the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal
+
+import msgspec
+
+from dougong.backend.nodes import NodeBackend
+from dougong.clock import Clock
+from dougong.errors import DougongError, NodeUnreachable
+from dougong.event import kinds
+from dougong.event.log import EventLog
+from dougong.run import decide as rules
+from dougong.run import letters, wire
+from dougong.run.agent import Address
+from dougong.run.checkpoints import CheckpointDesk, newest_good
+from dougong.run.hang import Finding, find_hang
+from dougong.run.history import JobHistory
+from dougong.run.layout import RunDirectory, write_atomically
+from dougong.run.progress import JobProgress
+from dougong.run.settings import RunSettings
+from dougong.run.stacks import name_culprit
+from dougong.run.webhook import send_webhook
+from dougong.telemetry.samples import SampleSink
+
+_TICK_S = 0.02
+_STALE_STATUS_S = 2.0
+_STACKS_S = 3.0
+_STOP_S = 90.0
+_SIGTERM_GRACE_S = 10.0
+_MEMORY_EVENT_S = 1.0
+_SILENT_S = 5.0
+_LAUNCH_S = 120.0
+
+Status = Literal["gathering", "running", "tearing-down", "backing-off", "ended"]
+
+
+class _Node:
+    """A node as the controller holds it."""
+
+    def __init__(self, component: str, *, is_lost: bool, now_s: float) -> None:
+        self.component = component
+        self.is_lost = is_lost
+        self.connection: wire.Connection | None = None
+        self.gone_since_s = now_s
+        self.heard_s = now_s
+        self.is_agent_asked = False
+        self.was_connected = False
+        self.address = ""
+        self.free_port = 0
+        self.status: wire.Status | None = None
+        self.status_s = 0.0
+        self.verified: tuple[wire.SnapshotStatus, ...] = ()
+
+
+class Controller:
+    """Runs one job to its end. `run()` returns "finished", "failed" or "stopped"."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        settings: RunSettings,
+        *,
+        token: bytes,
+        log: EventLog,
+        samples: SampleSink,
+        backend: NodeBackend,
+        clock: Clock,
+        history: JobHistory,
+        is_resume: bool,
+    ) -> None:
+        self._run = run
+        self._settings = settings
+        self._token = token
+        self._log = log
+        self._samples = samples
+        self._backend = backend
+        self._clock = clock
+        self._history = history
+        self._is_resume = is_resume
+        now_s = self._now_s()
+        lost = frozenset[str]() if is_resume else history.lost_nodes
+        names = (*settings.nodes, *settings.spares)
+        self._nodes = {name: _Node(name, is_lost=name in lost, now_s=now_s) for name in names}
+        self._status: Status = "gathering"
+        self._status_since_s = now_s
+        self._generation = history.generation
+        self._placement = history.placement
+        self._is_attached = history.is_attached
+        self._is_restored = history.is_restored
+        self._is_resumed = history.is_resumed
+        self._num_restarts = 0 if is_resume else history.num_restarts
+        self._num_fruitless = 0 if is_resume else history.num_fruitless
+        self._progress = JobProgress(max_step=history.max_step)
+        self._losses: list[rules.Loss] = []
+        self._loss_since_s = 0.0
+        self._last_traceback = ""
+        self._finished: set[int] = set()
+        self._stopped: set[int] = set()
+        self._killed: set[str] = set()
+        self._restored: dict[int, letters.Restored] = {}
+        self._peaks: dict[int, letters.PeakMeasured] = {}
+        self._is_model_described = history.is_model_described
+        self._is_peak_described = history.is_peak_described
+        self._backoff_until_s = 0.0
+        self._pending: rules.Place | None = None
+        self._stop_since_s: float | None = None
+        self._is_stop_sent = False
+        self._stacks: dict[int, str] = {}
+        self._stacks_from: set[str] = set()
+        self._last_memory_step = 0
+        self._last_memory_s = 0.0
+        self._last_stall_s = 0.0
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._end = ""
+        self._is_leaving = False
+        self._restore = wire.Restore(source="none")
+        self._launched: set[str] = set()
+        self._desk = CheckpointDesk(settings, clock=clock)
+
+    async def run(self, *, on_listening: Callable[[Address], None] = lambda _: None) -> str:
+        """Serve agents and decide until the job ends."""
+        self._begin()
+        server = await asyncio.start_server(self._accept, self._settings.listen_host, self._settings.listen_port)
+        host, port = server.sockets[0].getsockname()[:2]
+        address = Address(host=self._settings.listen_host if host == "0.0.0.0" else host, port=port)
+        write_atomically(self._run.address, msgspec.json.encode(address), mode=0o600)
+        on_listening(address)
+        try:
+            while self._status != "ended":
+                await self._step()
+                if self._failure is not None:
+                    raise self._failure
+                try:
+                    await asyncio.wait_for(self._wake.wait(), _TICK_S)
+                except TimeoutError:
+                    pass
+                self._wake.clear()
+        finally:
+            server.close()
+            self._samples.close()
+            self._log.close()
+        return self._end
+
+    def ask_stop(self) -> None:
+        """Save and leave (Ctrl-C, or the launcher is gone)."""
+        if self._stop_since_s is None:
+            self._stop_since_s = self._now_s()
+            self._wake.set()
+
+    def ask_fault(self, rank: int, fault: int) -> None:
+        """Let a rank do a fault to itself (chaos only)."""
+        self._send_to_rank(rank, wire.AskFault(rank=rank, fault=fault))
+
+    # --- beginning ---
+
+    def _begin(self) -> None:
+        """Write what starts here, and take up what an earlier controller left."""
+        settings = self._settings
+        if not self._history.is_created:
+            self._record(
+                kinds.JobCreated(
+                    job=settings.run_id,
+                    version=settings.version,
+                    command=settings.command,
+                    backend=settings.backend,
+                    world_size=settings.world_size,
+                    num_accelerators=settings.num_accelerators,
+                    nodes=settings.nodes,
+                    spares=settings.spares,
+                )
+            )
+        is_restart = self._history.is_started and not self._is_resume
+        self._record(kinds.ControllerStarted(pid=os.getpid(), is_restart=is_restart))
+        if self._is_resume:
+            for component in sorted(self._history.lost_nodes):
+                self._record(kinds.NodeRepaired(component=component))
+        if not self._history.is_started or self._is_resume:
+            self._record(kinds.JobStarted(job=settings.run_id, is_resume=self._is_resume))
+        elif self._history.generation > 0:
+            # an earlier controller of this start: its ranks may run, or their end was being seen to
+            self._become("tearing-down" if self._history.is_broken else "running")
+            self._progress.begin_generation(
+                self._generation, world_size=settings.world_size, last_step=self._history.last_step
+            )
+        if self._status == "tearing-down":
+            self._killed.clear()
+        self._log.commit()
+
+    # --- one round: load, decide, apply ---
+
+    async def _step(self) -> None:
+        self._write_ranges(is_forced=False)
+        self._note_memory_checkpoints()
+        self._see_to_stop()
+        self._drop_silent()
+        self._note_late_launch()
+        finding = self._find_hang()
+        decision = rules.decide(self._view(finding), self._settings.policy)
+        await self._apply(decision)
+        self._log.commit()
+
+    async def _apply(self, decision: rules.Decision) -> None:
+        match decision:
+            case rules.Wait():
+                return
+            case rules.RestartAgent():
+                await self._restart_agent(decision.component)
+            case rules.LoseNode():
+                self._lose_node(decision.component, decision.reason)
+            case rules.Interrupt():
+                await self._interrupt(decision)
+            case rules.Place():
+                await self._place(decision)
+            case rules.Finish():
+                self._write_ranges(is_forced=True)
+                await self._leave("finished", kinds.JobFinished(step=self._progress.max_step), is_memory_kept=False)
+            case rules.Stop():
+                self._write_ranges(is_forced=True)
+                event = kinds.JobStopped(step=self._progress.last_step, reason=decision.reason)
+                await self._leave("stopped", event, is_memory_kept=True)
+            case rules.GiveUp():
+                self._write_ranges(is_forced=True)
+                event = kinds.JobFailed(reason=decision.reason, traceback=self._last_traceback)
+                await self._leave("failed", event, is_memory_kept=True)
+
+    def _view(self, finding: Finding | None) -> rules.JobView:
+        now_s = self._now_s()
+        return rules.JobView(
+            status=self._status,
+            generation=self._generation,
+            procs_per_node=self._settings.procs_per_node,
+            num_nodes=len(self._settings.nodes),
+            placement=self._placement,
+            nodes=tuple(
+                rules.NodeView(
+                    component=node.component,
+                    is_connected=node.connection is not None,
+                    is_lost=node.is_lost,
+                    silent_s=0.0 if node.connection is not None else now_s - node.gone_since_s,
+                    is_agent_asked=node.is_agent_asked,
+                )
+                for node in self._nodes.values()
+            ),
+            losses=tuple(self._losses),
+            loss_settle_s=now_s - self._loss_since_s if self._losses else 0.0,
+            finding=finding,
+            finished_ranks=tuple(sorted(self._finished)),
+            killed_nodes=tuple(sorted(self._killed)),
+            teardown_s=now_s - self._status_since_s,
+            backoff_left_s=max(0.0, self._backoff_until_s - now_s),
+            gathering_s=now_s - self._status_since_s,
+            num_restarts=self._num_restarts,
+            num_fruitless=self._num_fruitless,
+            is_stop_wanted=self._stop_since_s is not None,
+            is_stop_complete=self._stop_since_s is not None
+            and len(self._stopped | self._finished) == len(self._placement) > 0,
+        )
+
+    # --- nodes ---
+
+    async def _restart_agent(self, component: str) -> None:
+        node = self._nodes[component]
+        node.is_agent_asked = True
+        try:
+            await asyncio.to_thread(self._backend.start_agent, component)
+        except NodeUnreachable as error:
+            self._lose_node(component, error.reason)
+
+    def _lose_node(self, component: str, reason: str) -> None:
+        node = self._nodes[component]
+        node.is_lost = True
+        if node.connection is not None:
+            node.connection.close()
+            node.connection = None
+        self._record(kinds.NodeLost(component=component, reason=reason))
+
+    def _drop_silent(self) -> None:
+        """A connection that says nothing is as bad as none: the agent may be stopped, or the host dead."""
+        for node in self._nodes.values():
+            if node.connection is not None and self._now_s() - node.heard_s > _SILENT_S:
+                node.connection.close()
+                self._disconnected(node, node.connection, f"silent for {_SILENT_S:g} s")
+                self._spawn(self._end_agent(node.component))
+
+    async def _end_agent(self, component: str) -> None:
+        await asyncio.to_thread(self._backend.end_agent, component)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            connection = await wire.accept(reader, writer, token=self._token)
+            hello = await connection.receive_for_controller()
+        except wire.WireBroken:
+            return
+        node = self._nodes.get(hello.component) if isinstance(hello, wire.Hello) else None
+        if node is None or node.is_lost or not isinstance(hello, wire.Hello):
+            connection.send(wire.Dismiss(is_memory_kept=False))
+            connection.close()
+            return
+        self._connected(node, connection, hello)
+        try:
+            while True:
+                message = await connection.receive_for_controller()
+                node.heard_s = self._now_s()
+                if node.connection is connection:
+                    self._hear(node, message)
+        except wire.WireBroken as error:
+            connection.close()
+            if node.connection is connection:
+                self._disconnected(node, connection, str(error))
+
+    def _connected(self, node: _Node, connection: wire.Connection, hello: wire.Hello) -> None:
+        if node.was_connected or (self._history.is_started and not self._is_resume):
+            self._record(kinds.AgentReturned(component=node.component, num_workers=len(hello.workers)))
+        else:
+            role = "active" if node.component in self._settings.nodes else "spare"
+            share = self._settings.num_accelerators // max(1, len(self._settings.nodes))
+            self._record(kinds.NodeJoined(component=node.component, role=role, num_accelerators=share))
+        node.connection = connection
+        node.was_connected = True
+        node.is_agent_asked = False
+        node.heard_s = self._now_s()
+        node.address = hello.address
+        node.free_port = hello.free_port
+        node.status = None
+        node.verified = hello.snapshots
+        connection.send(wire.Welcome(generation=self._generation))
+        if self._status == "tearing-down":
+            connection.send(wire.Kill(generation=self._generation))
+        if self._status == "running":
+            self._compare_workers(node, hello)
+        self._wake.set()
+
+    def _compare_workers(self, node: _Node, hello: wire.Hello) -> None:
+        """Ranks that should run there and do not ended while nobody watched."""
+        there = {worker.rank for worker in hello.workers if worker.generation == self._generation}
+        for placed in self._placement:
+            if placed.component != node.component or placed.rank in there or placed.rank in self._finished:
+                continue
+            self._spawn(self._lose_unless_explained(placed))
+
+    async def _lose_unless_explained(self, placed: kinds.Placed) -> None:
+        """The agent tells again what it knew right after its greeting; give that a moment to arrive."""
+        generation = self._generation
+        await asyncio.sleep(0.3)
+        if self._generation != generation or self._status != "running" or placed.rank in self._finished | self._stopped:
+            return
+        detail = "ended while its agent was away"
+        self._add_loss(
+            rules.Loss(
+                rank=placed.rank, component=placed.component, cause_class="crash", detail=detail, order=(0, self._wall_ns())
+            )
+        )
+
+    def _disconnected(self, node: _Node, connection: wire.Connection, reason: str) -> None:
+        if node.connection is not connection:
+            return
+        node.connection = None
+        node.gone_since_s = self._now_s()
+        node.status = None
+        if not self._is_leaving and not node.is_lost:
+            self._record(kinds.AgentLost(component=node.component, reason=reason))
+        self._wake.set()
+
+    # --- what agents say ---
+
+    def _hear(self, node: _Node, message: wire.AgentMessage) -> None:
+        match message:
+            case wire.Hello():
+                return
+            case wire.Status():
+                node.status = message
+                node.status_s = self._now_s()
+                self._is_attached = self._is_attached or any(
+                    rank.is_attached for rank in message.ranks if rank.generation == self._generation
+                )
+                return
+            case wire.Steps():
+                self._hear_steps(message)
+                return
+            case wire.Received():
+                self._hear_letter(node, message.letter)
+            case wire.WorkerEnded():
+                self._hear_end(node, message)
+            case wire.Launched():
+                if message.generation == self._generation:
+                    self._launched.add(node.component)
+            case wire.LaunchFailed():
+                if message.generation == self._generation:
+                    rank = next(p.rank for p in self._placement if p.component == node.component)
+                    detail = f"its node could not start it: {message.reason}"
+                    self._add_loss(
+                        rules.Loss(rank=rank, component=node.component, cause_class="host", detail=detail)
+                    )
+            case wire.Killed():
+                if message.generation >= self._generation:
+                    node.verified = message.snapshots
+                    node.free_port = message.free_port
+                    if not message.undead:
+                        self._killed.add(node.component)
+                    if self._is_stop_sent and self._status == "running":
+                        self._stopped.update(p.rank for p in self._placement if p.component == node.component)
+            case wire.StacksTaken():
+                if message.generation == self._generation:
+                    self._stacks.update(message.stacks)
+                    self._stacks_from.add(node.component)
+        self._wake.set()
+
+    def _hear_steps(self, message: wire.Steps) -> None:
+        if message.generation != self._generation:
+            return
+        before = self._progress.last_step
+        before_max = self._progress.max_step
+        fresh = self._progress.add(message.rank, message.records)
+        for series, values in (
+            ("step_s", [(record.end_ns - record.begin_ns) / 1e9 for record in fresh]),
+            ("loss", [record.loss for record in fresh]),
+        ):
+            points = [(r.end_ns, r.step, value) for r, value in zip(fresh, values, strict=True) if value is not None]
+            if points:
+                self._samples.append(
+                    f"{series}/rank-{message.rank}",
+                    [point[0] for point in points],
+                    [point[1] for point in points],
+                    [point[2] for point in points],
+                )
+        self._last_stall_s = max((r.checkpoint_stall_ns / 1e9 for r in fresh if r.checkpoint_stall_ns), default=self._last_stall_s)
+        if self._progress.max_step > before_max:
+            self._num_fruitless = 0
+        if self._progress.last_step > before and not self._is_resumed:
+            self._is_resumed = True
+            self._write_ranges(is_forced=True)
+            self._record(kinds.JobResumed(generation=self._generation, step=self._progress.last_step))
+
+    def _hear_letter(self, node: _Node, letter: letters.WorkerLetter) -> None:
+        if letter.generation != self._generation:
+            return
+        match letter:
+            case letters.ModelFound():
+                self._describe_model(letter)
+            case letters.PeakMeasured():
+                self._describe_peak(letter)
+            case letters.Restored():
+                self._restored[letter.rank] = letter
+                self._note_restored()
+            case letters.ErrorRaised():
+                self._add_loss(_loss_of_error(letter, node.component))
+            case letters.ScriptEnded():
+                if letter.exit_code == 0:
+                    self._finished.add(letter.rank)
+            case letters.Stopped():
+                self._stopped.add(letter.rank)
+            case letters.ShardWritten() | letters.ShardFailed() | letters.MetadataWritten():
+                self._spawn(self._see_to_checkpoint(letter))
+
+    def _hear_end(self, node: _Node, message: wire.WorkerEnded) -> None:
+        if message.generation != self._generation:
+            return
+        if message.exit_code == 0 or (message.exit_code is None and message.signal is None and self._is_over(message.rank)):
+            self._finished.add(message.rank)
+            return
+        if self._stop_since_s is not None and self._is_stop_sent and not self._is_attached:
+            self._stopped.add(message.rank)
+            return
+        if any(loss.rank == message.rank for loss in self._losses):
+            return
+        if message.signal is not None:
+            detail = f"ended by signal {message.signal} ({signal.Signals(message.signal).name})"
+        elif message.exit_code is None:
+            detail = "ended, its exit code is not known"
+        else:
+            detail = f"exited with code {message.exit_code}"
+        self._add_loss(
+            rules.Loss(
+                rank=message.rank,
+                component=node.component,
+                cause_class="crash",
+                detail=detail,
+                order=(0, message.time_ns),
+                onset_ns=message.time_ns,
+                traceback=message.log_tail if message.exit_code else "",
+            )
+        )
+
+    def _is_over(self, rank: int) -> bool:
+        return rank in self._finished or rank in self._stopped
+
+    def _add_loss(self, loss: rules.Loss) -> None:
+        if self._status != "running":
+            return
+        if not self._losses:
+            self._loss_since_s = self._now_s()
+        self._losses.append(loss)
+        self._wake.set()
+
+    # --- what is told once ---
+
+    def _describe_model(self, letter: letters.ModelFound) -> None:
+        if self._is_model_described:
+            return
+        self._is_model_described = True
+        self._record(
+            kinds.ModelDescribed(
+                num_parameters=letter.num_parameters,
+                model_flop_per_token=letter.model_flop_per_token,
+                hardware_flop_per_token=letter.hardware_flop_per_token,
+                source=letter.source,
+            )
+        )
+        if self._settings.peak_flop_per_s is not None:
+            self._is_peak_described = True
+            total = self._settings.peak_flop_per_s * self._settings.world_size
+            self._record(kinds.PeakDescribed(peak_flop_per_s=total, source=self._settings.peak_source))
+
+    def _describe_peak(self, letter: letters.PeakMeasured) -> None:
+        self._peaks[letter.rank] = letter
+        if self._is_peak_described or len(self._peaks) < self._settings.world_size:
+            return
+        self._is_peak_described = True
+        total = sum(peak.flop_per_s for peak in self._peaks.values())
+        source = f"{letter.source}, all {len(self._peaks)} ranks at once"
+        self._record(kinds.PeakDescribed(peak_flop_per_s=total, source=source))
+
+    def _note_restored(self) -> None:
+        if self._is_restored or len(self._restored) < len(self._placement):
+            return
+        self._is_restored = True
+        slowest = max(self._restored.values(), key=lambda letter: letter.reload_s)
+        source = slowest.source
+        assert source in ("none", "memory", "durable")
+        self._record(
+            kinds.StateRestored(
+                generation=self._generation,
+                step=slowest.step,
+                source=source,
+                reload_s=slowest.reload_s,
+                reason="" if self._pending is None else self._pending.reason,
+            )
+        )
+
+    def _note_memory_checkpoints(self) -> None:
+        """The newest step that all ranks hold in memory, at most once a second."""
+        now_s = self._now_s()
+        if self._status != "running" or now_s - self._last_memory_s < _MEMORY_EVENT_S:
+            return
+        held: dict[int, list[wire.SnapshotStatus]] = {}
+        for node in self._nodes.values():
+            for snapshot in node.status.snapshots if node.status is not None else ():
+                if snapshot.generation == self._generation:
+                    held.setdefault(snapshot.step, []).append(snapshot)
+        complete = [step for step, parts in held.items() if len(parts) == len(self._placement)]
+        step = max(complete, default=0)
+        if step <= self._last_memory_step:
+            return
+        self._last_memory_step, self._last_memory_s = step, now_s
+        num_bytes = sum(part.num_bytes for part in held[step])
+        self._record(
+            kinds.CheckpointSaved(
+                step=step,
+                generation=self._generation,
+                tier="memory",
+                num_bytes=num_bytes,
+                stall_s=self._last_stall_s,
+                write_s=0.0,
+            )
+        )
+
+    def _write_ranges(self, *, is_forced: bool) -> None:
+        for event in self._progress.take_ranges(is_forced=is_forced):
+            self._record(event)
+
+    async def _see_to_checkpoint(
+        self, letter: letters.ShardWritten | letters.ShardFailed | letters.MetadataWritten
+    ) -> None:
+        generation = self._generation
+        try:
+            outcome = await self._desk.take(letter)
+        except (OSError, DougongError) as error:
+            self._record(kinds.WarningRaised(component="checkpoints", text=f"step {letter.step}: {error}"))
+            return
+        for event in outcome.events:
+            self._record(event)
+        if outcome.to_rank_0 is not None and self._generation == generation:
+            self._send_to_rank(0, wire.Deliver(rank=0, letter=outcome.to_rank_0))
+        self._wake.set()
+
+    # --- hangs ---
+
+    def _note_late_launch(self) -> None:
+        """A node that was told to start its ranks and does not say that it did."""
+        if self._status != "running" or self._now_s() - self._status_since_s < _LAUNCH_S or self._losses:
+            return
+        if self._is_restored or self._progress.last_step:
+            return
+        for placed in self._placement:
+            if placed.component not in self._launched and self._nodes[placed.component].connection is not None:
+                detail = f"its node did not start it within {_LAUNCH_S:g} s"
+                loss = rules.Loss(rank=placed.rank, component=placed.component, cause_class="host", detail=detail)
+                self._add_loss(loss)
+                return
+
+    def _find_hang(self) -> Finding | None:
+        if self._status != "running" or self._losses:
+            return None
+        now_s = self._now_s()
+        statuses: list[wire.RankStatus] = []
+        for component in {placed.component for placed in self._placement}:
+            node = self._nodes[component]
+            if node.status is None or now_s - node.status_s > _STALE_STATUS_S:
+                return None
+            statuses.extend(rank for rank in node.status.ranks if rank.generation == self._generation)
+        if len(statuses) < len(self._placement) - len(self._finished):
+            return None
+        return find_hang(statuses, learnt=self._progress.learnt(), rule=self._settings.hang)
+
+    async def _gather_stacks(self) -> None:
+        self._stacks.clear()
+        self._stacks_from.clear()
+        asked = {placed.component for placed in self._placement if self._nodes[placed.component].connection is not None}
+        for component in asked:
+            self._send(component, wire.TakeStacks(generation=self._generation))
+        deadline_s = self._now_s() + _STACKS_S
+        while not asked <= self._stacks_from and self._now_s() < deadline_s:
+            await asyncio.sleep(0.01)
+
+    def _write_evidence(self, finding_reason: str, verdict: str) -> str:
+        directory = self._run.evidence / f"generation-{self._generation:03d}"
+        lines = [finding_reason, verdict, ""]
+        for rank, text in sorted(self._stacks.items()):
+            lines += [f"=== rank {rank}", text]
+        try:
+            write_atomically(directory / "stacks.txt", "\n".join(lines).encode())
+        except OSError as error:
+            return f"could not be written: {error}"
+        return str(directory.relative_to(self._run.root))
+
+    # --- interruption and recovery ---
+
+    async def _interrupt(self, decision: rules.Interrupt) -> None:
+        loss = decision.loss
+        detail, evidence, rank, component = loss.detail, "", loss.rank, loss.component
+        onset_ns = loss.onset_ns
+        if decision.wants_stacks:
+            onset_ns = self._onset_of_silence()
+            await self._gather_stacks()
+            if loss.cause_class == "hang":
+                rank, verdict = name_culprit(self._stacks, suspect=loss.rank)
+                component = next(placed.component for placed in self._placement if placed.rank == rank)
+                detail = f"{detail}; {verdict}"
+            evidence = self._write_evidence(decision.reason, detail)
+        self._write_ranges(is_forced=True)
+        self._last_traceback = loss.traceback
+        event = kinds.WorkerLost(
+            generation=self._generation,
+            rank=rank,
+            component=component,
+            cause_class=loss.cause_class,
+            detail=detail,
+            onset_ns=onset_ns,
+            last_step=self._progress.last_step,
+            traceback=loss.traceback,
+            evidence=evidence,
+        )
+        self._record(event)
+        self._num_fruitless += 1
+        self._become("tearing-down")
+        self._killed.clear()
+        for component in {placed.component for placed in self._placement}:
+            self._send(component, wire.Kill(generation=self._generation))
+        if self._settings.webhook_url:
+            self._spawn(self._tell_webhook(event))
+
+    def _onset_of_silence(self) -> int:
+        """A hang began when the last rank gave its last sign."""
+        statuses = [rank for node in self._nodes.values() if node.status is not None for rank in node.status.ranks]
+        silent_s = min((max(rank.idle_s, 0.0) for rank in statuses if rank.activity != "gone"), default=0.0)
+        stopped = [rank.quiet_s for rank in statuses if rank.activity == "stopped"]
+        return self._wall_ns() - round((max(stopped) if stopped else silent_s) * 1e9)
+
+    async def _tell_webhook(self, event: kinds.WorkerLost) -> None:
+        status, detail = await asyncio.to_thread(
+            send_webhook, self._settings.webhook_url, run_id=self._settings.run_id, event=event
+        )
+        self._record(kinds.WebhookSent(status=status, detail=detail))
+
+    async def _place(self, decision: rules.Place) -> None:
+        """Choose the state to go on from, say so, and start the ranks, now or after the back-off."""
+        if self._pending is None or self._status != "backing-off":
+            self._restore = await self._choose_restore(decision.placement)
+            self._pending = decision
+            if self._generation > 0:
+                self._record(
+                    kinds.RecoveryDecided(
+                        generation=self._generation + 1,
+                        rung="cold" if decision.rung == "first" else decision.rung,
+                        restore_step=self._restore.step,
+                        restore_source=self._restore.source if self._is_attached else "script",
+                        backoff_s=decision.backoff_s,
+                        reason=f"{decision.reason}; {self._restore.reason}",
+                    )
+                )
+            if decision.backoff_s > 0:
+                self._backoff_until_s = self._now_s() + decision.backoff_s
+                self._become("backing-off")
+                return
+        self._launch(decision)
+
+    async def _choose_restore(self, placement: tuple[kinds.Placed, ...]) -> wire.Restore:
+        if self._generation == 0:
+            return wire.Restore(source="none", reason="the first start")
+        snapshots = [
+            snapshot
+            for placed in placement
+            for snapshot in self._nodes[placed.component].verified
+            if snapshot.rank == placed.rank
+        ]
+        durable = None
+        if self._is_attached:
+            durable, rejected = await asyncio.to_thread(newest_good, self._settings.checkpoint_url)
+            for event in rejected:
+                self._record(event)
+        return rules.choose_restore(
+            snapshots, durable=durable, world_size=len(placement), is_attached=self._is_attached
+        )
+
+    def _launch(self, decision: rules.Place) -> None:
+        is_first = self._generation == 0
+        self._generation += 1
+        self._num_restarts += not is_first
+        self._placement = decision.placement
+        self._pending = decision
+        self._losses.clear()
+        self._finished.clear()
+        self._stopped.clear()
+        self._restored.clear()
+        self._launched.clear()
+        self._peaks.clear()
+        self._is_restored = False
+        self._is_resumed = is_first
+        self._last_memory_step = 0
+        self._desk.begin_generation(self._generation, world_size=len(decision.placement))
+        self._progress.begin_generation(self._generation, world_size=len(decision.placement))
+        self._record(
+            kinds.GenerationStarted(
+                generation=self._generation,
+                placement=decision.placement,
+                rung=decision.rung,
+                reason=f"{decision.reason}; {self._restore.reason}",
+            )
+        )
+        self._log.commit()
+        self._become("running")
+        components = list(dict.fromkeys(placed.component for placed in decision.placement))
+        head = self._nodes[components[0]]
+        for index, component in enumerate(components):
+            ranks = tuple((p.rank, p.local_rank) for p in decision.placement if p.component == component)
+            self._send(
+                component,
+                wire.Launch(
+                    generation=self._generation,
+                    num_restarts=self._num_restarts,
+                    ranks=ranks,
+                    world_size=len(decision.placement),
+                    node_rank=index,
+                    num_nodes=len(components),
+                    master_address=head.address,
+                    master_port=self._settings.master_port or head.free_port,
+                    restore=self._restore,
+                ),
+            )
+
+    # --- stopping ---
+
+    def _see_to_stop(self) -> None:
+        if self._stop_since_s is None or self._status != "running":
+            return
+        waited_s = self._now_s() - self._stop_since_s
+        if not self._is_stop_sent:
+            self._is_stop_sent = True
+            if self._is_attached:
+                step_s = self._progress.learnt().p99_s or 1.0
+                stop_at = max(1, self._highest_step()) + 1 + int(0.5 / max(step_s, 1e-3))
+                self._broadcast(wire.StopAt(step=stop_at))
+            else:
+                self._broadcast(wire.Kill(generation=self._generation, grace_s=_SIGTERM_GRACE_S))
+        elif self._is_attached and waited_s > _STOP_S:
+            self._stopped.update(placed.rank for placed in self._placement)
+            self._record(
+                kinds.WarningRaised(component="run", text=f"not every rank saved within {_STOP_S:g} s; stopped as it is")
+            )
+
+    def _highest_step(self) -> int:
+        return max(
+            (rank.step for node in self._nodes.values() if node.status is not None for rank in node.status.ranks),
+            default=self._progress.last_step,
+        )
+
+    async def _leave(self, end: str, event: kinds.AnyEvent, *, is_memory_kept: bool) -> None:
+        await self._desk.finish()
+        self._is_leaving = True
+        self._record(event)
+        self._log.commit()
+        self._broadcast(wire.Dismiss(is_memory_kept=is_memory_kept))
+        deadline_s = self._now_s() + 5.0
+        while any(node.connection is not None for node in self._nodes.values()) and self._now_s() < deadline_s:
+            await asyncio.sleep(0.02)
+        self._end = end
+        self._become("ended")
+
+    # --- small things ---
+
+    def _become(self, status: Status) -> None:
+        self._status = status
+        self._status_since_s = self._now_s()
+
+    def _send(self, component: str, message: wire.ToAgent) -> None:
+        connection = self._nodes[component].connection
+        if connection is not None:
+            connection.send(message)
+
+    def _send_to_rank(self, rank: int, message: wire.ToAgent) -> None:
+        for placed in self._placement:
+            if placed.rank == rank:
+                self._send(placed.component, message)
+
+    def _broadcast(self, message: wire.ToAgent) -> None:
+        for component in self._nodes:
+            self._send(component, message)
+
+    def _record(self, event: kinds.AnyEvent) -> None:
+        self._log.append(event)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """A bug ends the controller: the next one takes over from the event log."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+            self._wake.set()
+
+    def _now_s(self) -> float:
+        return self._clock.monotonic_ns() / 1e9
+
+    def _wall_ns(self) -> int:
+        return self._clock.wall_ns()
+
+
+def _loss_of_error(letter: letters.ErrorRaised, component: str) -> rules.Loss:
+    """A broken collective is rarely the cause, so it sorts behind every other loss."""
+    return rules.Loss(
+        rank=letter.rank,
+        component=component,
+        cause_class="network" if letter.is_broken_collective else "exception",
+        detail=letter.error,
+        order=(int(letter.is_broken_collective), letter.time_ns),
+        onset_ns=letter.time_ns,
+        traceback=letter.traceback,
+    )
+
+

@@ -1,0 +1,308 @@
+"""What to do next with a job: a pure function from what is known to one decision with its reason.
+
+The controller loads the state, asks `decide`, and applies the answer; then again. Nothing here touches the world, so every
+path can be tested without a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from dougong.event.kinds import CauseClass, Placed
+from dougong.run.hang import Finding
+from dougong.run.settings import Policy
+from dougong.run.wire import Restore, SnapshotStatus
+
+Rung = Literal["first", "in-process", "standby", "cold", "replaced-node"]
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """A node as the controller knows it. `silent_s` = since its agent was last heard; 0 while connected."""
+
+    component: str
+    is_connected: bool
+    is_lost: bool
+    silent_s: float = 0.0
+    is_agent_asked: bool = False
+    """A new agent was asked for and its backend did not refuse."""
+
+
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that no longer works. `order` sorts losses of one moment: the cause before those it takes along."""
+
+    rank: int
+    component: str
+    cause_class: CauseClass
+    detail: str
+    order: tuple[int, int] = (0, 0)
+    onset_ns: int | None = None
+    traceback: str = ""
+
+
+class JobView(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a decision may depend on."""
+
+    status: Literal["gathering", "running", "tearing-down", "backing-off", "ended"]
+    generation: int
+    procs_per_node: int
+    num_nodes: int
+    placement: tuple[Placed, ...]
+    nodes: tuple[NodeView, ...]
+    """Active ones first, then spares, in order of preference."""
+    losses: tuple[Loss, ...] = ()
+    loss_settle_s: float = 0.0
+    """Since the first loss of this generation was seen."""
+    finding: Finding | None = None
+    finished_ranks: tuple[int, ...] = ()
+    killed_nodes: tuple[str, ...] = ()
+    teardown_s: float = 0.0
+    backoff_left_s: float = 0.0
+    gathering_s: float = 0.0
+    num_restarts: int = 0
+    num_fruitless: int = 0
+    is_stop_wanted: bool = False
+    is_stop_complete: bool = False
+
+    @property
+    def is_gathered(self) -> bool:
+        """Are the nodes that were chosen to train there, as far as they will be?"""
+        return all(node.is_connected or node.is_lost for node in self.nodes[: self.num_nodes])
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    reason: str
+
+
+class RestartAgent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    component: str
+    reason: str
+
+
+class LoseNode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    component: str
+    reason: str
+
+
+class Interrupt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The generation is broken: say so once, end all its workers."""
+
+    loss: Loss
+    reason: str
+    wants_stacks: bool = False
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start the ranks here."""
+
+    placement: tuple[Placed, ...]
+    rung: Rung
+    backoff_s: float
+    reason: str
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    reason: str
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    reason: str
+
+
+class GiveUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    reason: str
+
+
+Decision = Wait | RestartAgent | LoseNode | Interrupt | Place | Finish | Stop | GiveUp
+
+_SETTLE_S = 0.25
+
+
+def decide(view: JobView, policy: Policy) -> Decision:
+    """The next thing to do. Asked again after it was done."""
+    node_decision = _about_nodes(view, policy)
+    if node_decision is not None:
+        return node_decision
+    match view.status:
+        case "running":
+            return _while_running(view)
+        case "tearing-down":
+            return _while_tearing_down(view, policy)
+        case "gathering":
+            return _while_gathering(view, policy)
+        case "backing-off":
+            if view.is_stop_wanted:
+                return Stop(reason="stop was asked for while waiting to restart")
+            if view.backoff_left_s > 0:
+                return Wait(reason=f"back-off, {view.backoff_left_s:.1f} s left")
+            return _place(view, policy, backoff_s=0.0)
+        case "ended":
+            return Wait(reason="the job has ended")
+
+
+def first_loss(losses: Sequence[Loss]) -> Loss:
+    """The one that took the others along: a signal before a broken collective, then the earliest."""
+    return min(losses, key=lambda loss: (*loss.order, loss.rank))
+
+
+def choose_placement(view: JobView) -> tuple[Placed, ...] | None:
+    """Ranks stay where they are; those of a lost node go to the next free one. None = not enough nodes.
+
+    A node takes part with all its `procs_per_node` ranks or with none.
+    """
+    usable = [node.component for node in view.nodes if node.is_connected and not node.is_lost]
+    current: dict[int, str] = {placed.rank // view.procs_per_node: placed.component for placed in view.placement}
+    kept = {index: component for index, component in current.items() if component in usable}
+    free = [component for component in usable if component not in kept.values()]
+    chosen: list[str] = []
+    for index in range(view.num_nodes):
+        if index in kept:
+            chosen.append(kept[index])
+        elif free:
+            chosen.append(free.pop(0))
+        else:
+            return None
+    return tuple(
+        Placed(rank=index * view.procs_per_node + local, local_rank=local, component=component)
+        for index, component in enumerate(chosen)
+        for local in range(view.procs_per_node)
+    )
+
+
+def choose_restore(
+    snapshots: Sequence[SnapshotStatus], *, durable: tuple[int, str] | None, world_size: int, is_attached: bool
+) -> Restore:
+    """From where to go on: the newest step that every rank can have, with the reason.
+
+    `snapshots` are the verified memory checkpoints on the nodes that will run; `durable` the newest good one's step and
+    directory. A script that is not attached is never restored behind its back: it starts again and loads its own.
+    """
+    if not is_attached:
+        return Restore(source="none", reason="the script is not attached: it resumes from its own checkpoint")
+    holders: dict[tuple[int, int], set[int]] = {}
+    for snapshot in snapshots:
+        if snapshot.is_verified and snapshot.world_size == world_size:
+            holders.setdefault((snapshot.generation, snapshot.step), set()).add(snapshot.rank)
+    # ranks must not mix generations: after a roll-back the same step may hold another state
+    complete = [key for key, ranks in holders.items() if len(ranks) == world_size]
+    memory_step = max(complete)[1] if complete else 0
+    durable_step = durable[0] if durable is not None else 0
+    if memory_step > 0 and memory_step >= durable_step:
+        return Restore(
+            source="memory", step=memory_step, reason=f"step {memory_step} is in the memory of every rank's node"
+        )
+    partial = _why_not_memory(holders, world_size=world_size)
+    if durable is not None:
+        return Restore(source="durable", step=durable_step, directory=durable[1], reason=f"{partial}; newest durable")
+    return Restore(source="none", reason=f"{partial}; no durable checkpoint: from the beginning")
+
+
+def _about_nodes(view: JobView, policy: Policy) -> Decision | None:
+    if view.status == "ended":
+        return None
+    for node in view.nodes:
+        if node.is_lost or node.is_connected:
+            continue
+        if not node.is_agent_asked:
+            return RestartAgent(component=node.component, reason="its agent is not there")
+        if node.silent_s > policy.node_grace_s:
+            return LoseNode(component=node.component, reason=f"no agent answers since {node.silent_s:.1f} s")
+    return None
+
+
+def _while_running(view: JobView) -> Decision:
+    lost_nodes = {node.component for node in view.nodes if node.is_lost}
+    on_lost = [placed for placed in view.placement if placed.component in lost_nodes]
+    if on_lost:
+        loss = Loss(rank=on_lost[0].rank, component=on_lost[0].component, cause_class="node", detail="the node is gone")
+        return Interrupt(loss=loss, reason=f"{on_lost[0].component} is gone with rank(s) {_ranks(on_lost)}")
+    if view.losses:
+        loss = first_loss(view.losses)
+        if loss.order[0] > 0 and view.loss_settle_s < _SETTLE_S:
+            return Wait(reason="a collective broke; who broke it will be known in a moment")
+        return Interrupt(loss=loss, reason=f"rank {loss.rank}: {loss.detail}")
+    if view.finding is not None and not view.is_stop_complete:
+        loss = _loss_of(view.finding, view.placement)
+        return Interrupt(loss=loss, reason=view.finding.reason, wants_stacks=True)
+    if view.is_stop_complete:
+        return Stop(reason="stop was asked for; every rank has saved")
+    if len(set(view.finished_ranks)) == len(view.placement):
+        return Finish(reason="every rank ended well")
+    return Wait(reason="running")
+
+
+def _while_tearing_down(view: JobView, policy: Policy) -> Decision:
+    waiting = {
+        placed.component
+        for placed in view.placement
+        for node in view.nodes
+        if node.component == placed.component and not node.is_lost and placed.component not in view.killed_nodes
+    }
+    if waiting and view.teardown_s > policy.teardown_s:
+        return LoseNode(component=min(waiting), reason=f"its workers did not die within {policy.teardown_s:g} s")
+    if waiting:
+        return Wait(reason=f"workers are being ended on {', '.join(sorted(waiting))}")
+    if view.is_stop_wanted:
+        return Stop(reason="stop was asked for; a rank was lost meanwhile")
+    if policy.max_restarts is not None and view.num_restarts >= policy.max_restarts:
+        return GiveUp(reason=f"all {policy.max_restarts} restarts are used (--max-restarts)")
+    if view.num_fruitless >= policy.max_fruitless:
+        return GiveUp(reason=f"{view.num_fruitless} failures in a row without one new step (the policy's limit)")
+    return _place(view, policy, backoff_s=backoff_s(view.num_fruitless, policy))
+
+
+def backoff_s(num_fruitless: int, policy: Policy) -> float:
+    """Nothing after the first failure, then doubling. `num_fruitless` counts failures since the last new step."""
+    if num_fruitless <= 1:
+        return 0.0
+    return min(policy.backoff_first_s * 2.0 ** (num_fruitless - 2), policy.backoff_max_s)
+
+
+def _while_gathering(view: JobView, policy: Policy) -> Decision:
+    if view.is_stop_wanted:
+        return Stop(reason="stop was asked for before the job ran")
+    return _place(view, policy, backoff_s=0.0)
+
+
+def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
+    if view.status == "gathering" and not view.is_gathered and view.gathering_s < policy.gather_s:
+        return Wait(reason="waiting for the chosen nodes")
+    placement = choose_placement(view)
+    if placement is None:
+        if view.gathering_s > policy.spare_wait_s or all(node.is_lost or node.is_connected for node in view.nodes):
+            lost = [node.component for node in view.nodes if node.is_lost]
+            return GiveUp(reason=f"not enough nodes: {view.num_nodes} needed, lost {', '.join(lost) or 'none'}, no spare left")
+        return Wait(reason="waiting for nodes")
+    if view.generation == 0:
+        return Place(placement=placement, rung="first", backoff_s=0.0, reason="all nodes are there")
+    moved = [new for new, old in zip(placement, view.placement, strict=True) if new.component != old.component]
+    if moved:
+        return Place(
+            placement=placement,
+            rung="replaced-node",
+            backoff_s=backoff_s,
+            reason=f"rank(s) {_ranks(moved)} move to {', '.join(sorted({placed.component for placed in moved}))}",
+        )
+    return Place(placement=placement, rung="standby", backoff_s=backoff_s, reason="all ranks start again from standbys")
+
+
+def _loss_of(finding: Finding, placement: Sequence[Placed]) -> Loss:
+    component = next(placed.component for placed in placement if placed.rank == finding.rank)
+    cause_class: CauseClass = "stopped" if finding.kind == "stopped" else "hang"
+    return Loss(rank=finding.rank, component=component, cause_class=cause_class, detail=finding.reason)
+
+
+def _why_not_memory(holders: dict[tuple[int, int], set[int]], *, world_size: int) -> str:
+    if not holders:
+        return "no memory checkpoint"
+    newest = max(holders)
+    if len(holders[newest]) == world_size:
+        return f"memory holds step {newest[1]}"
+    missing = sorted(set(range(world_size)) - holders[newest])
+    return f"memory holds step {newest[1]} but not of rank(s) {', '.join(map(str, missing))}"
+
+
+def _ranks(placed: Sequence[Placed]) -> str:
+    return ", ".join(str(item.rank) for item in placed)

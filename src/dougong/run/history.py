@@ -1,0 +1,121 @@
+"""What the event log tells a controller that starts on an existing run: where the job stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from dougong.event.kinds import (
+    CheckpointSaved,
+    ControllerStarted,
+    GenerationStarted,
+    JobCreated,
+    JobFailed,
+    JobFinished,
+    JobResumed,
+    JobStarted,
+    JobStopped,
+    ModelDescribed,
+    NodeLost,
+    NodeRepaired,
+    PeakDescribed,
+    Placed,
+    RecoveryDecided,
+    Recorded,
+    StateRestored,
+    StepFinished,
+    WorkerLost,
+)
+
+
+class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """The fold of a job's events, as far as a controller needs it."""
+
+    is_created: bool = False
+    is_started: bool = False
+    is_ended: bool = False
+    """Finished, failed or stopped, and not started again since."""
+    end: str = ""
+    generation: int = 0
+    placement: tuple[Placed, ...] = ()
+    is_broken: bool = False
+    """A rank was lost and no new generation was started since."""
+    is_attached: bool = False
+    is_restored: bool = False
+    """The ranks of this generation hold their state."""
+    is_resumed: bool = False
+    num_restarts: int = 0
+    num_fruitless: int = 0
+    max_step: int = 0
+    last_step: int = 0
+    """Of this generation, as far as recorded."""
+    lost_nodes: frozenset[str] = frozenset()
+    is_model_described: bool = False
+    is_peak_described: bool = False
+    last_durable_step: int = 0
+    num_controllers: int = 0
+
+
+def replay(records: Iterable[Recorded]) -> JobHistory:
+    """The state of the job after all of `records`."""
+    history = JobHistory()
+    for record in records:
+        history = _advance(history, record)
+    return history
+
+
+def _advance(history: JobHistory, record: Recorded) -> JobHistory:
+    change = msgspec.structs.replace
+    match record.event:
+        case JobCreated():
+            return change(history, is_created=True)
+        case JobStarted():
+            return change(history, is_started=True, is_ended=False, end="", num_restarts=0, num_fruitless=0)
+        case ControllerStarted():
+            return change(history, num_controllers=history.num_controllers + 1)
+        case GenerationStarted() as event:
+            return change(
+                history,
+                generation=event.generation,
+                placement=event.placement,
+                is_broken=False,
+                is_restored=False,
+                is_resumed=event.generation == 1,
+                last_step=0,
+                num_restarts=history.num_restarts + (event.rung != "first"),
+            )
+        case StateRestored() as event:
+            return change(history, is_attached=True, is_restored=True, last_step=event.step)
+        case StepFinished() as event:
+            is_new = event.last_step > history.max_step
+            return change(
+                history,
+                last_step=event.last_step,
+                max_step=max(history.max_step, event.last_step),
+                num_fruitless=0 if is_new else history.num_fruitless,
+            )
+        case JobResumed():
+            return change(history, is_resumed=True)
+        case WorkerLost():
+            return change(history, is_broken=True, num_fruitless=history.num_fruitless + 1)
+        case RecoveryDecided():
+            return history
+        case NodeLost() as event:
+            return change(history, lost_nodes=history.lost_nodes | {event.component})
+        case NodeRepaired() as event:
+            return change(history, lost_nodes=history.lost_nodes - {event.component})
+        case ModelDescribed():
+            return change(history, is_model_described=True)
+        case PeakDescribed():
+            return change(history, is_peak_described=True)
+        case CheckpointSaved() as event if event.tier == "durable":
+            return change(history, last_durable_step=event.step)
+        case JobFinished():
+            return change(history, is_ended=True, end="finished")
+        case JobFailed():
+            return change(history, is_ended=True, end="failed")
+        case JobStopped():
+            return change(history, is_ended=True, end="stopped")
+        case _:
+            return history

@@ -1,0 +1,151 @@
+"""Letters between a worker and its agent: rare, larger than a heartbeat word, and safe across the death of either.
+
+A letter is a file in a small directory in shared memory, named so that they sort in the order of writing, made by rename.
+An agent that was killed finds them when it is back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from dougong.run.manifest import FileRecord, ItemRecord
+
+_serial = itertools.count()
+
+
+class Letter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all letters."""
+
+    generation: int
+    rank: int
+
+
+class ModelFound(Letter, frozen=True, kw_only=True):
+    """The attached model and its FLOP per token."""
+
+    num_parameters: int
+    model_flop_per_token: float | None
+    hardware_flop_per_token: float | None
+    source: str
+
+
+class PeakMeasured(Letter, frozen=True, kw_only=True):
+    """The matmul rate this rank reached while all ranks measured at once."""
+
+    flop_per_s: float
+    source: str
+
+
+class Restored(Letter, frozen=True, kw_only=True):
+    """The rank holds the state of `step`."""
+
+    step: int
+    source: str
+    reload_s: float
+
+
+class ShardWritten(Letter, frozen=True, kw_only=True):
+    """The rank's part of a durable checkpoint is on disk, synced."""
+
+    step: int
+    directory: str
+    files: tuple[FileRecord, ...]
+    items: tuple[ItemRecord, ...]
+    stall_s: float
+    write_s: float
+
+
+class ShardFailed(Letter, frozen=True, kw_only=True):
+    """The rank's part of a durable checkpoint could not be written; training goes on."""
+
+    step: int
+    reason: str
+
+
+class MetadataWritten(Letter, frozen=True, kw_only=True):
+    """The file that names every tensor of a durable checkpoint is on disk, synced."""
+
+    step: int
+    file: FileRecord
+
+
+class ErrorRaised(Letter, frozen=True, kw_only=True):
+    """The script ended with an exception."""
+
+    time_ns: int
+    error: str
+    traceback: str
+    is_broken_collective: bool
+
+
+class ScriptEnded(Letter, frozen=True, kw_only=True):
+    """The script ended by itself with this exit code."""
+
+    exit_code: int
+    step: int
+
+
+class Stopped(Letter, frozen=True, kw_only=True):
+    """The rank has saved at `step`, as asked, and leaves."""
+
+    step: int
+
+
+WorkerLetter = (
+    ModelFound
+    | PeakMeasured
+    | Restored
+    | ShardWritten
+    | ShardFailed
+    | MetadataWritten
+    | ErrorRaised
+    | ScriptEnded
+    | Stopped
+)
+
+
+class WriteMetadata(Letter, frozen=True, kw_only=True):
+    """All shards are written: rank 0 writes the metadata file over all of them."""
+
+    step: int
+    directory: str
+    items: tuple[ItemRecord, ...]
+
+
+class DropCheckpoint(Letter, frozen=True, kw_only=True):
+    """A shard of this checkpoint failed; forget it."""
+
+    step: int
+
+
+AgentLetter = WriteMetadata | DropCheckpoint
+
+
+def post(box: Path, letter: Letter) -> None:
+    """Put a letter into a box."""
+    box.mkdir(parents=True, exist_ok=True)
+    name = f"{time.monotonic_ns():020d}-{os.getpid()}-{next(_serial):06d}"
+    staging = box / f".{name}"
+    staging.write_bytes(msgspec.msgpack.encode(letter))
+    staging.rename(box / name)
+
+
+def unread(box: Path) -> tuple[Path, ...]:
+    """The letters of a box, oldest first."""
+    try:
+        return tuple(box / name for name in sorted(os.listdir(box)) if not name.startswith("."))
+    except FileNotFoundError:
+        return ()
+
+
+def read_from_worker(path: Path) -> WorkerLetter:
+    return msgspec.msgpack.decode(path.read_bytes(), type=WorkerLetter)
+
+
+def read_from_agent(path: Path) -> AgentLetter:
+    return msgspec.msgpack.decode(path.read_bytes(), type=AgentLetter)

@@ -1,0 +1,223 @@
+"""The heartbeat page: what a worker tells its agent without a call, and what the agent tells its worker.
+
+One file in shared memory per rank. The worker writes fixed fields and a ring of finished steps, the agent polls them;
+a few control fields go the other way. Every field is one aligned 8-byte word, so a reader never sees half of one. A new
+file is made for each start of a rank, so that a process left over from an earlier generation writes into nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import struct
+from pathlib import Path
+
+import msgspec
+
+_MAGIC = 0x31304750474E4744  # "DGNGPG01"
+_HEADER_BYTES = 4096
+_RECORD = struct.Struct("<QQQQdqQQ")  # step, begin, end, data_wait, loss, tokens, stall, between
+_RING_LENGTH = 960
+_PAGE_BYTES = _HEADER_BYTES + _RING_LENGTH * _RECORD.size
+NO_STEP = 0  # steps are counted from 1; 0 = none finished
+
+
+class Phase(enum.IntEnum):
+    """What the worker is doing. Each has its own patience in the hang rule."""
+
+    STARTING = 0  # imports, model, data: until the first step begins
+    STEP = 1  # inside a step
+    BETWEEN = 2  # between two steps: evaluation, the script's own save, logging
+    CHECKPOINT = 3  # inside a checkpoint of ours
+    RESTORING = 4
+    UNWOUND = 5  # a collective broke; the rank has left the step and waits for the verdict
+    STOPPED_CLEAN = 6  # has saved at the wanted step and is leaving
+    DONE = 7
+
+
+class ControlFault(enum.IntEnum):
+    """A fault that a worker does to itself when a chaos schedule asks for it."""
+
+    NONE = 0
+    HANG = 1  # takes a lock that is never released
+    RAISE = 2  # raises an exception in the user's code
+
+
+class StepRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One finished step of one rank; times are monotonic nanoseconds of its host."""
+
+    step: int
+    begin_ns: int
+    end_ns: int
+    data_wait_ns: int
+    loss: float | None
+    tokens: int | None
+    checkpoint_stall_ns: int
+    between_ns: int
+
+
+class _Field(enum.IntEnum):
+    MAGIC = 0
+    GENERATION = 1
+    PID = 2
+    PHASE = 3
+    PHASE_SINCE_NS = 4
+    STEP = 5
+    PROGRESS_NS = 6
+    RING_COUNT = 7
+    IS_ATTACHED = 8
+    RESTORED_STEP = 9
+    STOP_AT_STEP = 16  # written by the agent from here on
+    CONTROL_FAULT = 17
+
+
+class Page:
+    """A mapped heartbeat page."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._map = mapping
+        self._words = memoryview(mapping)[:_HEADER_BYTES].cast("Q")
+
+    @classmethod
+    def create(cls, path: Path, *, generation: int) -> Page:
+        """Make a new page in place of whatever stands at `path`."""
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, _PAGE_BYTES)
+            page = cls(mmap.mmap(fd, _PAGE_BYTES))
+        finally:
+            os.close(fd)
+        page._words[_Field.GENERATION] = generation
+        page._words[_Field.MAGIC] = _MAGIC
+        return page
+
+    @classmethod
+    def open(cls, path: Path) -> Page:
+        """Map an existing page. Raises FileNotFoundError; ValueError if it is not a page."""
+        fd = os.open(path, os.O_RDWR)
+        try:
+            if os.fstat(fd).st_size != _PAGE_BYTES:
+                raise ValueError(f"{path} is not a heartbeat page of this version")
+            page = cls(mmap.mmap(fd, _PAGE_BYTES))
+        finally:
+            os.close(fd)
+        if page._words[_Field.MAGIC] != _MAGIC:
+            raise ValueError(f"{path} is not a heartbeat page of this version")
+        return page
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+
+    # --- written by the worker ---
+
+    def begin(self, *, pid: int, now_ns: int) -> None:
+        """The worker has started."""
+        self._words[_Field.PID] = pid
+        self.enter(Phase.STARTING, now_ns=now_ns)
+        self._words[_Field.PROGRESS_NS] = now_ns
+
+    def enter(self, phase: Phase, *, now_ns: int) -> None:
+        self._words[_Field.PHASE_SINCE_NS] = now_ns
+        self._words[_Field.PHASE] = phase
+
+    def mark_attached(self) -> None:
+        self._words[_Field.IS_ATTACHED] = 1
+
+    def mark_restored(self, *, step: int) -> None:
+        self._words[_Field.RESTORED_STEP] = step
+        self._words[_Field.STEP] = step
+
+    def finish_step(self, record: StepRecord) -> None:
+        """Put a finished step into the ring and count it as progress."""
+        count = self._words[_Field.RING_COUNT]
+        offset = _HEADER_BYTES + (count % _RING_LENGTH) * _RECORD.size
+        _RECORD.pack_into(
+            self._map,
+            offset,
+            record.step,
+            record.begin_ns,
+            record.end_ns,
+            record.data_wait_ns,
+            float("nan") if record.loss is None else record.loss,
+            -1 if record.tokens is None else record.tokens,
+            record.checkpoint_stall_ns | (1 << 63 if record.loss is None else 0),
+            record.between_ns,
+        )
+        self._words[_Field.RING_COUNT] = count + 1
+        self._words[_Field.STEP] = record.step
+        self._words[_Field.PROGRESS_NS] = record.end_ns
+
+    # --- read by the agent ---
+
+    @property
+    def generation(self) -> int:
+        return self._words[_Field.GENERATION]
+
+    @property
+    def pid(self) -> int:
+        return self._words[_Field.PID]
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(self._words[_Field.PHASE])
+
+    @property
+    def phase_since_ns(self) -> int:
+        return self._words[_Field.PHASE_SINCE_NS]
+
+    @property
+    def step(self) -> int:
+        return self._words[_Field.STEP]
+
+    @property
+    def progress_ns(self) -> int:
+        """When the worker last gave a sign: a step or a change of phase."""
+        return max(self._words[_Field.PROGRESS_NS], self._words[_Field.PHASE_SINCE_NS])
+
+    @property
+    def is_attached(self) -> bool:
+        return bool(self._words[_Field.IS_ATTACHED])
+
+    def drain(self, *, seen: int) -> tuple[tuple[StepRecord, ...], int]:
+        """The steps finished since the first `seen` ones, and the new count. Overwritten ones are lost."""
+        count = self._words[_Field.RING_COUNT]
+        first = max(seen, count - _RING_LENGTH + 1)
+        return tuple(self._record(index) for index in range(first, count)), count
+
+    # --- control, written by the agent ---
+
+    @property
+    def stop_at_step(self) -> int:
+        """Save and leave once this step is finished; 0 = go on."""
+        return self._words[_Field.STOP_AT_STEP]
+
+    @stop_at_step.setter
+    def stop_at_step(self, step: int) -> None:
+        self._words[_Field.STOP_AT_STEP] = step
+
+    def ask_fault(self, fault: ControlFault) -> None:
+        self._words[_Field.CONTROL_FAULT] = fault
+
+    def take_fault(self) -> ControlFault:
+        """The fault asked for, once."""
+        fault = ControlFault(self._words[_Field.CONTROL_FAULT])
+        if fault is not ControlFault.NONE:
+            self._words[_Field.CONTROL_FAULT] = ControlFault.NONE
+        return fault
+
+    def _record(self, index: int) -> StepRecord:
+        offset = _HEADER_BYTES + (index % _RING_LENGTH) * _RECORD.size
+        step, begin, end, wait, loss, tokens, stall, between = _RECORD.unpack_from(self._map, offset)
+        return StepRecord(
+            step=step,
+            begin_ns=begin,
+            end_ns=end,
+            data_wait_ns=wait,
+            loss=None if stall >> 63 else loss,
+            tokens=None if tokens < 0 else tokens,
+            checkpoint_stall_ns=stall & ~(1 << 63),
+            between_ns=between,
+        )

@@ -1,0 +1,92 @@
+"""What a worker knows of its place in the run. The one file of the runtime that reads the environment of a worker."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from dougong.run.layout import NodeDirectory, RunDirectory
+
+VARIABLE = "DOUGONG_WORKER"
+
+
+class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of one generation: where its files are and from what it resumes."""
+
+    run_id: str
+    run_root: str
+    node_root: str
+    checkpoint_url: str
+    generation: int
+    rank: int
+    local_rank: int
+    world_size: int
+    restore_source: Literal["none", "memory", "durable"]
+    restore_step: int
+    restore_directory: str
+    memory_every_steps: int
+    durable_every_steps: int
+    wants_peak: bool
+    is_chaos: bool
+
+    @property
+    def run(self) -> RunDirectory:
+        return RunDirectory(Path(self.run_root))
+
+    @property
+    def node(self) -> NodeDirectory:
+        return NodeDirectory(Path(self.node_root))
+
+
+def worker_place() -> WorkerPlace | None:
+    """The place of this process, or None if it was not started by `dougong run`."""
+    text = os.environ.get(VARIABLE)
+    return None if text is None else msgspec.json.decode(text, type=WorkerPlace)
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """As torchrun sets them; (0, 1) for a plain process."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def worker_variables(place: WorkerPlace) -> dict[str, str]:
+    return {VARIABLE: msgspec.json.encode(place).decode()}
+
+
+def torchrun_variables(
+    place: WorkerPlace,
+    *,
+    procs_per_node: int,
+    node_rank: int,
+    num_nodes: int,
+    master_address: str,
+    master_port: int,
+    num_restarts: int,
+    max_restarts: int,
+) -> dict[str, str]:
+    """The environment that torchrun gives a worker (source: torch.distributed.run, "Environment Variables").
+
+    The store is hosted by rank 0 on a port of its own for each generation, so no key of an earlier one can be read.
+    """
+    return {
+        "LOCAL_RANK": str(place.local_rank),
+        "RANK": str(place.rank),
+        "GROUP_RANK": str(node_rank),
+        "ROLE_RANK": str(place.rank),
+        "ROLE_NAME": "default",
+        "LOCAL_WORLD_SIZE": str(procs_per_node),
+        "WORLD_SIZE": str(place.world_size),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": master_address,
+        "MASTER_PORT": str(master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(num_restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": str(place.node.root / f"rank-{place.rank}.error.json"),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }

@@ -1,0 +1,136 @@
+"""What a run is started with: written once to `run.json`, read by controller, agents and workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from dougong.errors import UserError
+from dougong.run.layout import RunDirectory, write_atomically
+
+FORMAT_VERSION = 1
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """When to try again and when to give up."""
+
+    max_restarts: int | None = None
+    """Restarts in all; None = no limit as long as the job makes progress between them."""
+    max_fruitless: int = 3
+    """Failures in a row without one new step between them, after which the job is given up."""
+    backoff_first_s: float = 1.0
+    """Wait before the second fruitless restart; doubles with each. The first restart never waits."""
+    backoff_max_s: float = 60.0
+    node_grace_s: float = 10.0
+    """How long a node may be silent before it counts as lost, if its backend cannot tell."""
+    gather_s: float = 30.0
+    """How long a start waits for the nodes chosen to train before a spare takes their place."""
+    spare_wait_s: float = 60.0
+    """How long to wait for a node when none is left to take a lost one's place."""
+    teardown_s: float = 10.0
+    """How long the workers of a node may take to die before the node counts as lost."""
+
+
+class HangRule(msgspec.Struct, frozen=True, kw_only=True):
+    """How long no progress may last. See `dougong.run.hang`."""
+
+    attached_min_s: float = 3.0
+    attached_p99_factor: float = 6.0
+    unmodified_first_s: float = 600.0
+    unmodified_min_s: float = 60.0
+    unmodified_factor: float = 10.0
+    startup_s: float = 1800.0
+    outside_step_s: float = 60.0
+    active_s: float = 600.0
+    stopped_s: float = 1.0
+
+
+class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
+    """How often an attached script is saved."""
+
+    memory_every_steps: int = 5
+    durable_every_steps: int = 50
+    keep_durable: int = 3
+
+
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A run, as it was started."""
+
+    format_version: int
+    run_id: str
+    version: str
+    command: tuple[str, ...]
+    working_directory: str
+    backend: str
+    cluster_name: str
+    nodes: tuple[str, ...]
+    spares: tuple[str, ...]
+    num_accelerators: int
+    procs_per_node: int
+    policy: Policy
+    hang: HangRule
+    save: SaveRule
+    checkpoint_url: str
+    memory_root: str
+    threads_per_worker: int
+    peak_flop_per_s: float | None = None
+    """Of one rank's accelerator, from the catalog; None = measure a GEMM."""
+    peak_source: str = ""
+    listen_host: str = "127.0.0.1"
+    listen_port: int = 0
+    master_port: int = 0
+    webhook_url: str = ""
+    is_chaos: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return len(self.nodes) * self.procs_per_node
+
+
+def save_settings(directory: RunDirectory, settings: RunSettings) -> None:
+    write_atomically(directory.settings, msgspec.json.format(msgspec.json.encode(settings), indent=1))
+
+
+def load_settings(directory: RunDirectory) -> RunSettings:
+    """The settings of an existing run. Raises UserError if `directory` holds none, or another version's."""
+    try:
+        content = directory.settings.read_bytes()
+    except FileNotFoundError:
+        raise UserError(
+            f"{directory.root} is not a run directory (it has no run.json)",
+            where="run directory",
+            mend="give a directory that `dougong run` made, for example runs/latest",
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"{directory.settings} cannot be read: {error.strerror}", where="run directory", mend="mend its permissions"
+        ) from error
+    found = _format_version(content)
+    if found != FORMAT_VERSION:
+        raise UserError(
+            f"{directory.root} was written with run format {found}, this program reads {FORMAT_VERSION}",
+            where=str(directory.settings),
+            mend="use the version of Dougong that wrote it, or start a new run",
+        )
+    try:
+        return msgspec.json.decode(content, type=RunSettings)
+    except msgspec.MsgspecError as error:
+        raise UserError(
+            f"run.json cannot be read: {error}", where=str(directory.settings), mend="restore it, or start a new run"
+        ) from error
+
+
+def run_directory(path: Path) -> RunDirectory:
+    return RunDirectory(path.absolute())
+
+
+class _Versioned(msgspec.Struct):
+    format_version: int = 0
+
+
+def _format_version(content: bytes) -> int:
+    try:
+        return msgspec.json.decode(content, type=_Versioned).format_version
+    except msgspec.MsgspecError:
+        return 0

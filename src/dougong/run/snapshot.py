@@ -1,0 +1,155 @@
+"""Memory checkpoints of one rank: two buffers in shared memory and a page that says which of them is whole.
+
+The files belong to the node, not to the worker, so they outlive it. A buffer is declared void before it is written and valid,
+with its checksum, after; the other one stays valid meanwhile. So a worker killed at any moment leaves the newest or the one before.
+
+This module knows bytes only. What they mean is in `dougong.run.state`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from dougong.errors import CheckpointDamaged
+
+_SLOT = struct.Struct("<QQQQ16s")  # step, generation, world_size, bytes, xxh3-128
+_SLOT_BYTES = 256
+_CRC = struct.Struct("<I")
+_ALIGN_BYTES = 4096
+
+
+class Slot(msgspec.Struct, frozen=True, kw_only=True):
+    """What a valid buffer holds."""
+
+    index: int
+    step: int
+    generation: int
+    world_size: int
+    num_bytes: int
+    digest: bytes
+
+
+class SnapshotFiles:
+    """The two buffers of one rank, for writing by its worker or reading by anyone on the node."""
+
+    def __init__(self, prefix: Path) -> None:
+        self._prefix = prefix
+        self._buffers: dict[int, mmap.mmap] = {}
+        self._pinned: int | None = None
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have both buffers hold `num_bytes`, with the memory really there. Raises OSError (ENOSPC) if it is not.
+
+        Fallocate first: writing into a hole of a full tmpfs would kill the process with SIGBUS.
+        """
+        size = -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        for index in (0, 1):
+            if index in self._buffers and len(self._buffers[index]) >= num_bytes:
+                continue
+            fd = os.open(self._path(index), os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                if os.fstat(fd).st_size < size:
+                    os.posix_fallocate(fd, 0, size)
+                self._buffers[index] = mmap.mmap(fd, os.fstat(fd).st_size)
+            finally:
+                os.close(fd)
+
+    def pin(self, index: int | None) -> None:
+        """Keep a buffer from being written over while it is being persisted."""
+        self._pinned = index
+
+    def next_index(self) -> int:
+        """The buffer to write next: not the pinned one, else the older."""
+        if self._pinned is not None:
+            return 1 - self._pinned
+        valid = self.slots()
+        return 1 - valid[0].index if valid else 0
+
+    def buffer(self, index: int) -> memoryview:
+        return memoryview(self._buffers[index])
+
+    def void(self, index: int) -> None:
+        """Declare a buffer not whole, before it is written."""
+        self._write_slot(index, b"\0" * _SLOT_BYTES)
+
+    def publish(self, index: int, *, step: int, generation: int, world_size: int, num_bytes: int) -> Slot:
+        """Declare a buffer whole, with the checksum of its first `num_bytes`."""
+        digest = xxhash.xxh3_128_digest(memoryview(self._buffers[index])[:num_bytes])
+        body = _SLOT.pack(step, generation, world_size, num_bytes, digest)
+        self._write_slot(index, body + _CRC.pack(zlib.crc32(body)))
+        return Slot(
+            index=index, step=step, generation=generation, world_size=world_size, num_bytes=num_bytes, digest=digest
+        )
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The valid buffers, newest first: after a roll-back a higher step of an earlier generation is the older one."""
+        try:
+            content = self._page_path().read_bytes()
+        except FileNotFoundError:
+            return ()
+        found = [slot for index in (0, 1) if (slot := _parse(content, index)) is not None]
+        return tuple(sorted(found, key=lambda slot: (slot.generation, slot.step), reverse=True))
+
+    def is_whole(self, slot: Slot) -> bool:
+        """Does the buffer still have the bytes that its checksum was made of?"""
+        try:
+            view = self._mapped(slot)
+        except (OSError, ValueError):
+            return False
+        return xxhash.xxh3_128_digest(view) == slot.digest
+
+    def read(self, *, step: int) -> memoryview:
+        """The verified bytes of the snapshot of `step`. Raises CheckpointDamaged."""
+        for slot in self.slots():
+            if slot.step == step:
+                if not self.is_whole(slot):
+                    raise CheckpointDamaged(str(self._path(slot.index)), reason="checksum differs (xxh3-128)")
+                return self._mapped(slot)
+        raise CheckpointDamaged(str(self._prefix), reason=f"no valid memory checkpoint of step {step}")
+
+    def _mapped(self, slot: Slot) -> memoryview:
+        if slot.index not in self._buffers or len(self._buffers[slot.index]) < slot.num_bytes:
+            fd = os.open(self._path(slot.index), os.O_RDWR)
+            try:
+                self._buffers[slot.index] = mmap.mmap(fd, os.fstat(fd).st_size)
+            finally:
+                os.close(fd)
+        if len(self._buffers[slot.index]) < slot.num_bytes:
+            raise ValueError("the buffer is shorter than its slot says")
+        return memoryview(self._buffers[slot.index])[: slot.num_bytes]
+
+    def _write_slot(self, index: int, body: bytes) -> None:
+        fd = os.open(self._page_path(), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(fd, body.ljust(_SLOT_BYTES, b"\0"), index * _SLOT_BYTES)
+        finally:
+            os.close(fd)
+
+    def _path(self, index: int) -> Path:
+        return self._prefix.with_name(f"{self._prefix.name}.buf{index}")
+
+    def _page_path(self) -> Path:
+        return self._prefix.with_name(f"{self._prefix.name}.commit")
+
+
+def _parse(content: bytes, index: int) -> Slot | None:
+    """The slot at `index`, or None if it is void or was only half written (its CRC tells)."""
+    raw = content[index * _SLOT_BYTES : (index + 1) * _SLOT_BYTES]
+    if len(raw) < _SLOT.size + _CRC.size:
+        return None
+    body = raw[: _SLOT.size]
+    if _CRC.unpack_from(raw, _SLOT.size)[0] != zlib.crc32(body):
+        return None
+    step, generation, world_size, num_bytes, digest = _SLOT.unpack(body)
+    if step == 0:
+        return None
+    return Slot(
+        index=index, step=step, generation=generation, world_size=world_size, num_bytes=num_bytes, digest=digest
+    )

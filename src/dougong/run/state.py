@@ -1,0 +1,209 @@
+"""The state of one rank: gathered from the live objects, written into a memory checkpoint, and put back.
+
+State = model, optimizer, scheduler, data position, any further object with `state_dict()`, the random number generators of
+Python, NumPy, torch and CUDA, the step and the token count.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+import numpy
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from dougong.errors import UserError
+from dougong.run.snapshot import SnapshotFiles
+from dougong.run.tree import Leaf, assemble, dismantle
+
+_ALIGN_BYTES = 64
+_LENGTH = struct.Struct("<Q")
+RANK_LOCAL = ("rng", "data", "progress")
+"""Parts of the state that belong to one rank alone."""
+
+
+class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A leaf in a snapshot buffer. `kind` "torch" or "numpy"."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    num_bytes: int
+    path: tuple[str | int, ...]
+
+
+class SnapshotTable(msgspec.Struct, frozen=True, array_like=True):
+    """The head of a snapshot buffer: the skeleton of the state tree and where its leaves lie."""
+
+    skeleton: bytes
+    records: tuple[TensorRecord, ...]
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the job is."""
+
+    step: int
+    num_tokens: int
+
+
+def gather(
+    parts: Mapping[str, Any], *, data: Mapping[str, Any] | None, progress: Progress
+) -> dict[str, Any]:
+    """The state tree: one branch per part, with references to the live tensors, not copies."""
+    tree: dict[str, Any] = {name: _unwrapped(part).state_dict() for name, part in parts.items()}
+    tree["rng"] = _rng_state()
+    tree["data"] = data
+    tree["progress"] = msgspec.to_builtins(progress)
+    return tree
+
+
+def put_back(tree: Mapping[str, Any], parts: Mapping[str, Any]) -> Progress:
+    """Load every part; random number generators last, since loading may draw. Returns the progress.
+
+    Raises UserError if the saved state and the objects of the script do not belong together.
+    """
+    saved = set(tree) - set(RANK_LOCAL)
+    if saved != set(parts):
+        raise UserError(
+            f"the checkpoint holds {', '.join(sorted(saved))}; the script attached {', '.join(sorted(parts))}",
+            where="attach()",
+            mend="attach the same objects as the run that wrote it",
+        )
+    for name, part in parts.items():
+        try:
+            _unwrapped(part).load_state_dict(tree[name])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UserError(
+                f"the checkpoint does not fit {name}: {error}",
+                where=f"attach({name}=…)",
+                mend="build the same model and optimizer as the run that wrote it, or start a new run",
+            ) from error
+    _restore_rng(cast("dict[str, Any]", tree["rng"]))
+    return msgspec.convert(tree["progress"], Progress)
+
+
+def write_snapshot(
+    files: SnapshotFiles, tree: Mapping[str, Any], *, step: int, generation: int, world_size: int
+) -> tuple[int, int]:
+    """Copy the state into the buffer that is free; (its index, its bytes). Raises OSError if there is no memory."""
+    skeleton, leaves = dismantle(tree, is_leaf=_is_array)
+    records, num_payload = _lay_out(leaves)
+    head = msgspec.msgpack.encode(SnapshotTable(skeleton, records))
+    start = _aligned(_LENGTH.size + len(head))
+    files.reserve(start + num_payload)
+    index = files.next_index()
+    files.void(index)
+    buffer = files.buffer(index)
+    _LENGTH.pack_into(buffer, 0, len(head))
+    buffer[_LENGTH.size : _LENGTH.size + len(head)] = head
+    for leaf, record in zip(leaves, records, strict=True):
+        _copy_in(buffer, start + record.offset_bytes, leaf.value, record)
+    files.publish(index, step=step, generation=generation, world_size=world_size, num_bytes=start + num_payload)
+    return index, start + num_payload
+
+
+def read_table(buffer: memoryview) -> tuple[SnapshotTable, int]:
+    """The table of a snapshot, and where its payload starts."""
+    (length,) = _LENGTH.unpack_from(buffer, 0)
+    table = msgspec.msgpack.decode(buffer[_LENGTH.size : _LENGTH.size + length], type=SnapshotTable)
+    return table, _aligned(_LENGTH.size + length)
+
+
+def read_tree(buffer: memoryview) -> dict[str, Any]:
+    """The state tree of a snapshot; its tensors are views into the buffer."""
+    table, start = read_table(buffer)
+    leaves = [view_of(buffer, start, record) for record in table.records]
+    return cast("dict[str, Any]", assemble(table.skeleton, leaves))
+
+
+def view_of(buffer: memoryview, start: int, record: TensorRecord) -> Any:
+    """A leaf as a view into the buffer, without a copy."""
+    raw = buffer[start + record.offset_bytes : start + record.offset_bytes + record.num_bytes]
+    if record.kind == "numpy":
+        return numpy.frombuffer(raw, dtype=numpy.dtype(record.dtype)).reshape(record.shape).copy()
+    dtype = getattr(torch, record.dtype)
+    if record.num_bytes == 0:
+        return torch.empty(record.shape, dtype=dtype)
+    return torch.frombuffer(raw, dtype=dtype).reshape(record.shape)
+
+
+def is_replicated(parts: Mapping[str, Any], *, world_size: int) -> bool:
+    """Is the model's and the optimizer's state the same on every rank? True for DDP and for a single rank."""
+    if world_size == 1:
+        return True
+    model = parts.get("model")
+    return isinstance(model, DistributedDataParallel)
+
+
+def num_parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in _unwrapped(model).parameters())
+
+
+def _unwrapped(part: Any) -> Any:
+    """DDP's inner module, so that a checkpoint loads without DDP too."""
+    return part.module if isinstance(part, DistributedDataParallel) else part
+
+
+def _rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(legacy=True),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = list(torch.cuda.get_rng_state_all())
+    return state
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"].clone())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([item.clone() for item in state["cuda"]])
+
+
+def capture_torch_rng() -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, torch.Tensor | numpy.ndarray)
+
+
+def _lay_out(leaves: tuple[Leaf, ...]) -> tuple[tuple[TensorRecord, ...], int]:
+    records: list[TensorRecord] = []
+    offset = 0
+    for leaf in leaves:
+        value = leaf.value
+        is_torch = isinstance(value, torch.Tensor)
+        num_bytes = value.numel() * value.element_size() if is_torch else value.nbytes
+        dtype = str(value.dtype).removeprefix("torch.") if is_torch else value.dtype.str
+        kind = "torch" if is_torch else "numpy"
+        records.append(TensorRecord(kind, dtype, tuple(value.shape), offset, num_bytes, leaf.path))
+        offset = _aligned(offset + num_bytes)
+    return tuple(records), offset
+
+
+def _copy_in(buffer: memoryview, start: int, value: Any, record: TensorRecord) -> None:
+    if record.num_bytes == 0:
+        return
+    raw = buffer[start : start + record.num_bytes]
+    if record.kind == "numpy":
+        raw[:] = memoryview(numpy.ascontiguousarray(value)).cast("B")
+        return
+    target = torch.frombuffer(raw, dtype=value.dtype).reshape(value.shape)
+    target.copy_(value.detach())
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+assert sys.byteorder == "little", "snapshots are little-endian"

@@ -1,0 +1,314 @@
+"""What controller and agents say to each other: typed msgpack over TCP, after both have proved the per-run token.
+
+Each frame is a 4-byte big-endian length and a msgpack value of one of the unions below; anything else closes the connection.
+The token itself never travels: each side sends a nonce and answers the other's with an HMAC-SHA256.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from typing import Literal, TypeVar
+
+import msgspec
+
+from dougong.errors import WorldError
+from dougong.run.letters import AgentLetter, WorkerLetter
+from dougong.run.page import StepRecord
+
+_MAX_FRAME_BYTES = 64 * 2**20
+_NONCE_BYTES = 32
+_HANDSHAKE_TIMEOUT_S = 5.0
+PROTOCOL_VERSION = 1
+_T = TypeVar("_T")
+
+Activity = Literal["running", "idle", "timer", "disk", "stopped", "gone"]
+
+
+class WireBroken(WorldError):
+    """The other side is gone, speaks another protocol, or does not know the token."""
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank as its agent sees it. `idle_s` = since the last step or change of phase; `quiet_s` = since any process
+    of the rank last used the CPU, the disk or a timer."""
+
+    rank: int
+    generation: int
+    pid: int
+    phase: int
+    step: int
+    idle_s: float
+    quiet_s: float
+    activity: Activity
+    is_attached: bool
+
+
+class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A memory checkpoint of one rank. `is_verified`: its checksum was computed again and agrees."""
+
+    rank: int
+    step: int
+    generation: int
+    world_size: int
+    num_bytes: int
+    is_verified: bool = False
+
+
+class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that an agent has in its hands."""
+
+    rank: int
+    local_rank: int
+    generation: int
+    pid: int
+    start_ticks: int
+
+
+# --- agent -> controller ---
+
+
+class ToController(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of what an agent says."""
+
+
+class Hello(ToController, frozen=True, kw_only=True):
+    """The agent introduces itself, with what runs and what its node's memory holds."""
+
+    component: str
+    pid: int
+    address: str
+    num_slots: int
+    free_port: int
+    """A port on the node that was free a moment ago, for the store of rank 0."""
+    workers: tuple[RunningWorker, ...]
+    snapshots: tuple[SnapshotStatus, ...]
+    protocol: int = PROTOCOL_VERSION
+
+
+class Status(ToController, frozen=True, kw_only=True):
+    """How the ranks of the node do; several times a second."""
+
+    ranks: tuple[RankStatus, ...]
+    snapshots: tuple[SnapshotStatus, ...]
+    is_standby_ready: bool
+
+
+class Steps(ToController, frozen=True, kw_only=True):
+    """Finished steps of one rank, with times already on the wall clock."""
+
+    rank: int
+    generation: int
+    records: tuple[StepRecord, ...]
+
+
+class Received(ToController, frozen=True, kw_only=True):
+    """A letter from a worker."""
+
+    letter: WorkerLetter
+
+
+class WorkerEnded(ToController, frozen=True, kw_only=True):
+    """A worker's process ended. `exit_code` None = not known (it ended while its agent was away)."""
+
+    rank: int
+    generation: int
+    exit_code: int | None
+    signal: int | None
+    time_ns: int
+    log_tail: str
+
+
+class Launched(ToController, frozen=True, kw_only=True):
+    """The node's ranks of this generation have been started."""
+
+    generation: int
+    is_warm: bool
+
+
+class LaunchFailed(ToController, frozen=True, kw_only=True):
+    generation: int
+    reason: str
+
+
+class Killed(ToController, frozen=True, kw_only=True):
+    """No worker of a generation up to this one lives on the node; its memory checkpoints were verified."""
+
+    generation: int
+    snapshots: tuple[SnapshotStatus, ...]
+    free_port: int
+    undead: tuple[int, ...] = ()
+
+
+class StacksTaken(ToController, frozen=True, kw_only=True):
+    """The stacks of the node's ranks: (rank, text)."""
+
+    generation: int
+    stacks: tuple[tuple[int, str], ...]
+
+
+AgentMessage = Hello | Status | Steps | Received | WorkerEnded | Launched | LaunchFailed | Killed | StacksTaken
+
+
+# --- controller -> agent ---
+
+
+class ToAgent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of what the controller says."""
+
+
+class Restore(msgspec.Struct, frozen=True, kw_only=True):
+    """From where the ranks take their state."""
+
+    source: Literal["none", "memory", "durable"]
+    step: int = 0
+    directory: str = ""
+    reason: str = ""
+
+
+class Welcome(ToAgent, frozen=True, kw_only=True):
+    """The agent is known. It says `Killed` for workers older than `generation` only when asked."""
+
+    generation: int
+
+
+class Launch(ToAgent, frozen=True, kw_only=True):
+    """Start these ranks: (rank, local_rank)."""
+
+    generation: int
+    num_restarts: int
+    ranks: tuple[tuple[int, int], ...]
+    world_size: int
+    node_rank: int
+    num_nodes: int
+    master_address: str
+    master_port: int
+    restore: Restore
+
+
+class Kill(ToAgent, frozen=True, kw_only=True):
+    """End all workers of generations up to this one, at once. With `grace_s`, SIGTERM comes first."""
+
+    generation: int
+    grace_s: float = 0.0
+
+
+class TakeStacks(ToAgent, frozen=True, kw_only=True):
+    generation: int
+
+
+class StopAt(ToAgent, frozen=True, kw_only=True):
+    """All ranks save and leave once they have finished this step."""
+
+    step: int
+
+
+class Deliver(ToAgent, frozen=True, kw_only=True):
+    """A letter for a worker."""
+
+    rank: int
+    letter: AgentLetter
+
+
+class AskFault(ToAgent, frozen=True, kw_only=True):
+    """A rank does a fault to itself (chaos only)."""
+
+    rank: int
+    fault: int
+
+
+class Dismiss(ToAgent, frozen=True, kw_only=True):
+    """The run is over: end all, give the memory back if told, leave."""
+
+    is_memory_kept: bool
+
+
+ControllerMessage = Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | AskFault | Dismiss
+
+
+class Connection:
+    """A proven connection that sends and receives whole messages."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._encoder = msgspec.msgpack.Encoder()
+        self._to_agent = msgspec.msgpack.Decoder(ControllerMessage)
+        self._to_controller = msgspec.msgpack.Decoder(AgentMessage)
+
+    def send(self, message: ToAgent | ToController) -> None:
+        """Queue a message. A dead connection shows at the reading side."""
+        if self._writer.is_closing():
+            return
+        body = self._encoder.encode(message)
+        self._writer.write(len(body).to_bytes(4, "big") + body)
+
+    async def receive_for_agent(self) -> ControllerMessage:
+        return _decoded(self._to_agent, await self._frame())
+
+    async def receive_for_controller(self) -> AgentMessage:
+        return _decoded(self._to_controller, await self._frame())
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def flush(self) -> None:
+        try:
+            await self._writer.drain()
+        except OSError as error:
+            raise WireBroken(str(error)) from error
+
+    async def _frame(self) -> bytes:
+        try:
+            length = int.from_bytes(await self._reader.readexactly(4), "big")
+            if length > _MAX_FRAME_BYTES:
+                raise WireBroken(f"a frame of {length} bytes; the limit is {_MAX_FRAME_BYTES}")
+            return await self._reader.readexactly(length)
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise WireBroken("the other side closed the connection") from error
+
+
+async def connect(host: str, port: int, *, token: bytes) -> Connection:
+    """The agent's side: open, prove the token, have it proved."""
+    try:
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _HANDSHAKE_TIMEOUT_S)
+    except (OSError, TimeoutError) as error:
+        raise WireBroken(f"{host}:{port}: {error}") from error
+    return await _handshake(reader, writer, token=token, own_role=b"agent", other_role=b"controller")
+
+
+async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, token: bytes) -> Connection:
+    """The controller's side of the same."""
+    return await _handshake(reader, writer, token=token, own_role=b"controller", other_role=b"agent")
+
+
+async def _handshake(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, token: bytes, own_role: bytes, other_role: bytes
+) -> Connection:
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    writer.write(own_nonce)
+    try:
+        async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
+            other_nonce = await reader.readexactly(_NONCE_BYTES)
+            writer.write(_proof(token, own_role, other_nonce))
+            proof = await reader.readexactly(hashlib.sha256().digest_size)
+    except (asyncio.IncompleteReadError, TimeoutError, OSError) as error:
+        writer.close()
+        raise WireBroken("the handshake was not finished") from error
+    if not hmac.compare_digest(proof, _proof(token, other_role, own_nonce)):
+        writer.close()
+        raise WireBroken("the other side does not know this run's token")
+    return Connection(reader, writer)
+
+
+def _proof(token: bytes, role: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(token, role + b":" + nonce, "sha256")
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise WireBroken(f"a message that cannot be read: {error}") from error

@@ -1,0 +1,119 @@
+"""The zygote of a node: a process that has imported torch, and forks a worker from itself when its agent says so.
+
+Importing torch takes seconds, forking milliseconds. It starts no thread of its own, opens no device and no socket, so a fork
+of it is as good as a new process. Its stdin brings requests, one JSON line each; its stdout says pids and exits. When stdin closes
+(the agent is gone) it ends; its workers live on and are taken over by the next agent.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import select
+import signal
+import sys
+from typing import NoReturn
+
+import msgspec
+
+from dougong.run.fork import Exited, Forked, ForkRequest, Preloaded, ZygoteMessage
+
+
+def main() -> NoReturn:
+    """Serve until stdin closes. In a forked child, run the worker instead."""
+    # a Ctrl-C at the terminal is for the launcher, which asks the workers to save
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _say(Preloaded(has_torch=_preload()))
+    gc.freeze()
+    request = _serve()
+    if request is None:
+        sys.exit(0)
+    from dougong.run.worker import run_worker
+
+    sys.exit(run_worker(request))
+
+
+def _preload() -> bool:
+    """Import what nearly every training script imports. A missing or broken torch is the script's business."""
+    import dougong.run.worker
+
+    assert dougong.run.worker
+    try:
+        import torch
+        import torch.distributed
+    except ImportError:
+        return False
+    import dougong.run.attach
+    import dougong.run.state
+
+    assert torch.distributed and dougong.run.attach and dougong.run.state
+    return True
+
+
+def _serve() -> ForkRequest | None:
+    """Returns None in the zygote at its end, and the request in each forked child."""
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    pending = b""
+    while True:
+        ready, _, _ = select.select([0, wake_read], [], [])
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+            _reap()
+        if 0 in ready:
+            chunk = os.read(0, 65536)
+            if not chunk:
+                return None
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                request = msgspec.json.decode(line, type=ForkRequest)
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    os.close(wake_read)
+                    os.close(wake_write)
+                    _become_worker(request)
+                    return request
+                _say(Forked(request=request.request, pid=pid))
+
+
+def _become_worker(request: ForkRequest) -> None:
+    """Leave nothing of the zygote in the child: its pipes, signals and random numbers."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(request.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(null)
+    os.close(log)
+    random.seed()
+    if "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.seed()
+    os.environ.update(request.variables)
+    os.chdir(request.working_directory)
+
+
+def _reap() -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        code = os.waitstatus_to_exitcode(status)
+        _say(Exited(pid=pid, exit_code=code if code >= 0 else None, signal=-code if code < 0 else None))
+
+
+def _say(message: ZygoteMessage) -> None:
+    os.write(1, msgspec.json.encode(message) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The discrete-event engine that simulations run on, and their random numbers."""
