@@ -33,7 +33,7 @@ from dougong.run.settings import (
 )
 from dougong.spec.chaos import Chaos, load_chaos, resolve
 
-_DEFAULT_CHAOS = Path("examples/chaos-default.yaml")
+_DEFAULT_CHAOS = Path(dougong.__file__).parent / "spec" / "catalog" / "chaos-default.yaml"
 
 
 def start(options: RunOptions) -> int:
@@ -225,8 +225,6 @@ def _chaos(options: RunOptions) -> Chaos | None:
     if options.chaos is None:
         return None
     path = _DEFAULT_CHAOS if options.chaos == "default" else Path(options.chaos)
-    if options.chaos == "default" and not path.exists():
-        path = Path(dougong.__file__).parent / "spec" / "catalog" / "chaos-default.yaml"
     return load_chaos(path)
 
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Coroutine
@@ -193,6 +194,7 @@ class Agent:
         self._generation = launch.generation
         self._told = [message for message in self._told if not _is_of_generation_before(message, launch.generation)]
         is_warm = self._is_warm
+        await self._end([worker for worker in self._workers.values() if worker.worker.generation < launch.generation])
         try:
             for rank, local_rank in launch.ranks:
                 await self._start_worker(launch, rank, local_rank)
@@ -312,11 +314,14 @@ class Agent:
         return self._num_requests
 
     def _take_in(self, running: wire.RunningWorker, page: Page) -> None:
-        """Watch a worker by its pidfd: its end is an event, also when it is not our child."""
-        try:
-            pidfd = os.pidfd_open(running.pid)
-        except ProcessLookupError:
-            pidfd = -1
+        """Watch a worker by its pidfd: its end is an event, also when it is not our child.
+
+        One that has ended is buried at once, which tells its last steps and letters.
+        """
+        pidfd = -1
+        if process.is_alive(running.pid, start_ticks_expected=running.start_ticks):
+            with contextlib.suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(running.pid)
         worker = _Worker(running, page, pidfd)
         self._workers[running.rank] = worker
         if pidfd >= 0:
@@ -332,9 +337,8 @@ class Agent:
             return
         for running in known:
             self._generation = max(self._generation, running.generation)
-            if process.is_alive(running.pid, start_ticks_expected=running.start_ticks):
-                with contextlib.suppress(OSError, ValueError):
-                    self._take_in(running, Page.open(self._node.page(running.rank)))
+            with contextlib.suppress(OSError, ValueError):
+                self._take_in(running, Page.open(self._node.page(running.rank)))
 
     def _write_workers(self) -> None:
         write_atomically(
@@ -463,15 +467,12 @@ class Agent:
 
     async def _kill(self, order: wire.Kill) -> None:
         victims = [worker for worker in self._workers.values() if worker.worker.generation <= order.generation]
+        self._forward_steps()
         if order.grace_s > 0:
             for worker in victims:
-                process.kill(worker.worker.pid, 15)
+                process.kill(worker.worker.pid, signal.SIGTERM)
             await self._wait_gone(victims, timeout_s=order.grace_s)
-        for worker in victims:
-            # its own children (data loading processes) would wait for it forever
-            for pid in (worker.worker.pid, *process.descendants(worker.worker.pid)):
-                process.kill(pid)
-        await self._wait_gone(victims, timeout_s=self._settings.policy.teardown_s)
+        await self._end(victims)
         undead = tuple(worker.worker.rank for worker in victims if process.is_alive(worker.worker.pid))
         snapshots = await asyncio.to_thread(self._snapshots, is_verified=True)
         self._tell(
@@ -483,6 +484,13 @@ class Agent:
             ),
             is_kept=False,
         )
+
+    async def _end(self, victims: list[_Worker]) -> None:
+        """Kill workers, and their own children, which would wait for them forever (data loading processes)."""
+        for worker in victims:
+            for pid in (worker.worker.pid, *process.descendants(worker.worker.pid)):
+                process.kill(pid)
+        await self._wait_gone(victims, timeout_s=self._settings.policy.teardown_s)
 
     async def _wait_gone(self, workers: list[_Worker], *, timeout_s: float) -> None:
         deadline_s = self._now_s() + timeout_s
@@ -497,10 +505,7 @@ class Agent:
 
     async def _leave(self, *, is_memory_kept: bool) -> None:
         self._is_dismissed = True
-        for worker in tuple(self._workers.values()):
-            for pid in (worker.worker.pid, *process.descendants(worker.worker.pid)):
-                process.kill(pid)
-        await self._wait_gone(list(self._workers.values()), timeout_s=5.0)
+        await self._end(list(self._workers.values()))
         if not is_memory_kept:
             shutil.rmtree(self._node.root, ignore_errors=True)
             with contextlib.suppress(OSError):

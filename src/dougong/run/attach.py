@@ -23,12 +23,12 @@ from dougong.errors import UserError
 from dougong.run import manifest
 from dougong.run.data_position import DataPosition
 from dougong.run.dcp_shard import read_state
-from dougong.run.letters import ModelFound, PeakMeasured, Restored, Stopped, post
+from dougong.run.letters import ModelFound, PeakMeasured, Restored, ShardFailed, Stopped, post
 from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.state import Progress, gather, is_replicated, num_parameters, put_back, read_tree, write_snapshot
+from dougong.run.state import Progress, gather, num_parameters, put_back, read_tree, replication, write_snapshot
 from dougong.run.worker import do_control_fault, is_broken_collective
 
 _VERDICT_TIMEOUT_S = 60.0
@@ -218,9 +218,13 @@ class Job:
             data=None if self._data is None else self._data.state(),
             progress=Progress(step=self._step, num_tokens=self._num_tokens),
         )
-        index, num_bytes = write_snapshot(
-            self._files, tree, step=self._step, generation=self._place.generation, world_size=self._place.world_size
-        )
+        try:
+            index, num_bytes = write_snapshot(
+                self._files, tree, step=self._step, generation=self._place.generation, world_size=self._place.world_size
+            )
+        except OSError as error:
+            self._tell_no_memory(error)
+            return
         now_ns = time.monotonic_ns()
         self._stall_ns += now_ns - began_ns
         if is_durable:
@@ -229,9 +233,17 @@ class Job:
                 num_bytes=num_bytes,
                 step=self._step,
                 stall_s=(now_ns - began_ns) / 1e9,
-                is_replicated=is_replicated(self._parts, world_size=self._place.world_size),
+                replication=replication(self._parts, world_size=self._place.world_size),
             )
             self._persister.submit(request)
+        self._page.enter(Phase.BETWEEN, now_ns=time.monotonic_ns())
+
+    def _tell_no_memory(self, error: OSError) -> None:
+        """Shared memory is full: training goes on without this checkpoint, and a person is told."""
+        assert self._place is not None and self._page is not None
+        reason = f"no shared memory for it: {error.strerror} (df -h /dev/shm)"
+        letter = ShardFailed(generation=self._place.generation, rank=self._place.rank, step=self._step, reason=reason)
+        post(self._place.node.outbox(self._place.rank), letter)
         self._page.enter(Phase.BETWEEN, now_ns=time.monotonic_ns())
 
     def _leave_resumable(self) -> None:
@@ -325,7 +337,7 @@ class Step:
         self, *, loss: float | torch.Tensor | None = None, tokens: int | None = None, samples: Sequence[int] | None = None
     ) -> None:
         """Tell what this rank did in this step: its loss, the tokens it trained on, the ids of its samples."""
-        self.loss = None if loss is None else float(loss)
+        self.loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
         self.tokens = tokens
         self.samples = None if samples is None else tuple(int(sample) for sample in samples)
 
@@ -364,7 +376,7 @@ class _Ledger:
 _END = object()
 
 
-def measure_gemm_flop_per_s(*, size: int = 1024, duration_s: float = 0.25) -> tuple[float, str]:
+def measure_gemm_flop_per_s(*, size: int = 1024, duration_s: float = 0.5) -> tuple[float, str]:
     """The matmul rate of this rank, and how it was measured: the honest peak of a machine without a datasheet figure.
 
     Square products of `size`, 2·size³ FLOP each; the best of several, since a peak is a ceiling. On CUDA bfloat16.

@@ -18,7 +18,15 @@ from dougong.backend.local import process
 from dougong.backend.nodes import FaultDoor
 from dougong.clock import Clock
 from dougong.errors import DougongError
-from dougong.event.kinds import FaultInjected, GenerationStarted, JobResumed, JobStarted, Placed, StepFinished
+from dougong.event.kinds import (
+    FaultInjected,
+    GenerationStarted,
+    JobResumed,
+    JobStarted,
+    Placed,
+    StepFinished,
+    WarningRaised,
+)
 from dougong.event.log import EventLog
 from dougong.event.tail import Tail
 from dougong.run.layout import NodeDirectory
@@ -69,6 +77,7 @@ class Injector:
         self._step = 0
         self._is_recovered = True
         self._started_ns: int | None = None
+        self._onset_ns = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="dougong-chaos", daemon=True)
 
@@ -113,13 +122,16 @@ class Injector:
                     continue
 
     def _inject(self, fault: Fault) -> None:
-        time_ns = self._clock.wall_ns()
+        self._onset_ns = self._clock.wall_ns()
         try:
             component, detail = self._do(fault)
         except (DougongError, OSError, LookupError) as error:
-            component, detail = fault.node or "", f"could not be done: {error}"
-        event = FaultInjected(fault=fault.kind, component=component, rank=fault.rank if isinstance(fault.rank, int) else None, detail=detail)
-        self._log.append(event, time_ns=time_ns)
+            text = f"the fault {fault.kind} could not be done: {error}"
+            self._log.append(WarningRaised(component=fault.node or "chaos", text=text))
+        else:
+            rank = fault.rank if isinstance(fault.rank, int) else None
+            event = FaultInjected(fault=fault.kind, component=component, rank=rank, detail=detail)
+            self._log.append(event, time_ns=self._onset_ns)
         self._log.commit()
 
     def _do(self, fault: Fault) -> tuple[str, str]:
@@ -170,7 +182,10 @@ class Injector:
 
     def _corrupt(self) -> tuple[str, str]:
         """Flip one bit in the largest file of the newest durable checkpoint."""
-        newest = next(stored for stored in list_stored(self._checkpoint_url) if stored.is_committed)
+        committed = [stored for stored in list_stored(self._checkpoint_url) if stored.is_committed]
+        if not committed:
+            raise LookupError("there is no durable checkpoint yet")
+        newest = committed[0]
         directory = Path(self._checkpoint_url) / newest.directory
         victim = max(directory.iterdir(), key=lambda path: (path.stat().st_size, path.name))
         offset = self._random.randrange(victim.stat().st_size)
@@ -188,6 +203,7 @@ class Injector:
             torn = [stored for stored in list_stored(self._checkpoint_url) if not stored.is_committed]
             if torn and self._is_recovered and torn[0].step >= (fault.at_step or 0):
                 placed, worker = self._worker(fault)
+                self._onset_ns = self._clock.wall_ns()
                 process.kill(worker.pid, signal.SIGKILL)
                 return placed.component, f"SIGKILL to process {worker.pid} while it wrote {torn[0].directory}"
             self._stop.wait(0.001)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import msgspec
 
@@ -100,7 +101,7 @@ class CheckpointDesk:
         events: list[AnyEvent] = []
         for stored in manifest.beyond_retention(manifest.list_stored(url), keep=keep):
             manifest.delete(url, stored.directory)
-            reason = f"the newest {keep} are kept" if stored.is_committed else "never committed, left by a crash"
+            reason = _why_retired(stored, keep)
             events.append(CheckpointDeleted(step=stored.step, path=stored.directory, reason=reason))
         return tuple(events)
 
@@ -113,9 +114,23 @@ def newest_good(url: str) -> tuple[tuple[int, str] | None, tuple[CheckpointRejec
             manifest.verify(url, stored.directory)
         except (CheckpointDamaged, OSError) as error:
             reason = error.reason if isinstance(error, CheckpointDamaged) else str(error)
+            if isinstance(error, CheckpointDamaged) and stored.is_committed and not stored.is_rejected:
+                _mark_rejected(url, stored, reason)
             rejected.append(
                 CheckpointRejected(step=stored.step, tier="durable", path=stored.directory, reason=reason)
             )
             continue
         return (stored.step, stored.directory), tuple(rejected)
     return None, tuple(rejected)
+
+
+def _mark_rejected(url: str, stored: manifest.Stored, reason: str) -> None:
+    """A disk that does not take the mark must not hinder the recovery: the checkpoint is passed over all the same."""
+    with contextlib.suppress(OSError):
+        manifest.reject(url, stored.directory, reason=reason)
+
+
+def _why_retired(stored: manifest.Stored, keep: int) -> str:
+    if stored.is_rejected:
+        return "it was found damaged, and newer good ones exist"
+    return f"the newest {keep} are kept" if stored.is_committed else "never committed, left by a crash"

@@ -190,11 +190,10 @@ class Controller:
         elif self._history.generation > 0:
             # an earlier controller of this start: its ranks may run, or their end was being seen to
             self._become("tearing-down" if self._history.is_broken else "running")
+        if self._history.generation > 0:
             self._progress.begin_generation(
                 self._generation, world_size=settings.world_size, last_step=self._history.last_step
             )
-        if self._status == "tearing-down":
-            self._killed.clear()
         self._log.commit()
 
     # --- one round: load, decide, apply ---
@@ -247,6 +246,7 @@ class Controller:
                     component=node.component,
                     is_connected=node.connection is not None,
                     is_lost=node.is_lost,
+                    is_ready=not self._is_resume or self._status != "gathering" or node.component in self._killed,
                     silent_s=0.0 if node.connection is not None else now_s - node.gone_since_s,
                     is_agent_asked=node.is_agent_asked,
                 )
@@ -335,7 +335,7 @@ class Controller:
         node.status = None
         node.verified = hello.snapshots
         connection.send(wire.Welcome(generation=self._generation))
-        if self._status == "tearing-down":
+        if self._status == "tearing-down" or (self._status == "gathering" and self._is_resume):
             connection.send(wire.Kill(generation=self._generation))
         if self._status == "running":
             self._compare_workers(node, hello)
@@ -576,7 +576,11 @@ class Controller:
         )
 
     def _write_ranges(self, *, is_forced: bool) -> None:
-        for event in self._progress.take_ranges(is_forced=is_forced):
+        ranges = self._progress.take_ranges(is_forced=is_forced)
+        if ranges:
+            # an event that says a step is finished must not outlive the step's samples
+            self._samples.flush()
+        for event in ranges:
             self._record(event)
 
     async def _see_to_checkpoint(

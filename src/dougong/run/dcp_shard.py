@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,10 @@ from typing import Any, cast
 import msgspec
 import torch
 import xxhash
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    _StorageInfo,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -31,10 +35,24 @@ from torch.distributed.checkpoint.metadata import (
 
 from dougong.errors import CheckpointDamaged
 from dougong.run.manifest import FileRecord, ItemRecord, Place
-from dougong.run.state import RANK_LOCAL, SnapshotTable, TensorRecord, read_table, view_of
+from dougong.run.state import RANK_LOCAL, Replication, SnapshotTable, TensorRecord, read_table, view_of
 from dougong.run.tree import assemble
 
 _METADATA_NAME = ".metadata"
+_UNREADABLE = (
+    OSError,
+    pickle.UnpicklingError,
+    EOFError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    MemoryError,
+    OverflowError,
+    msgspec.MsgspecError,
+)
+"""What decoders raise on bytes that are not what was written."""
 
 
 class RankState(msgspec.Struct, frozen=True, array_like=True):
@@ -48,12 +66,12 @@ class RankState(msgspec.Struct, frozen=True, array_like=True):
 
 
 def write_shard(
-    buffer: memoryview, *, place: Place, directory: str, rank: int, world_size: int, is_replicated: bool
+    buffer: memoryview, *, place: Place, directory: str, rank: int, world_size: int, replication: Replication
 ) -> tuple[tuple[FileRecord, ...], tuple[ItemRecord, ...]]:
     """Write this rank's files from a snapshot buffer. Each replicated tensor is written by one rank only."""
     table, start = read_table(buffer)
-    names = [_stored_name(record, rank=rank, is_replicated=is_replicated) for record in table.records]
-    mine = _share(table.records, names, rank=rank, world_size=world_size, is_replicated=is_replicated)
+    names = _unique([_stored_name(record, rank=rank, replication=replication) for record in table.records])
+    mine = _share(table.records, names, rank=rank, world_size=world_size, replication=replication)
     place.make_directory(directory)
     tensor_file, items = _write_tensors(buffer, start, table, names, mine, place=place, directory=directory, rank=rank)
     state_file = _write_rank_state(buffer, start, table, names, place=place, directory=directory, rank=rank)
@@ -80,7 +98,9 @@ def write_metadata(items: Sequence[ItemRecord], *, place: Place, directory: str)
             )
             index = MetadataIndex(item.fqn, origin)
         stored[index] = _StorageInfo(item.file, item.offset_bytes, item.num_bytes)
-    metadata = Metadata(state_dict_metadata=described, planner_data=mappings, storage_data=stored)
+    metadata = Metadata(
+        state_dict_metadata=described, planner_data=mappings, storage_data=stored, version=CURRENT_DCP_VERSION
+    )
     content = pickle.dumps(metadata)
     place.write(f"{directory}/{_METADATA_NAME}", content)
     return FileRecord(_METADATA_NAME, len(content), xxhash.xxh3_128_hexdigest(content))
@@ -96,12 +116,15 @@ def read_state(*, place: Place, directory: str, rank: int) -> dict[str, Any]:
         raise CheckpointDamaged(path, reason=f"the rank's state cannot be read: {error}") from error
     metadata = read_metadata(place=place, directory=directory)
     payload = memoryview(bytearray(state.payload))
-    with _TensorReader(metadata, place=place, directory=directory) as reader:
-        leaves = [
-            reader.tensor(name) if name else view_of(payload, 0, record)
-            for record, name in zip(state.records, state.names, strict=True)
-        ]
-    return cast("dict[str, Any]", assemble(state.skeleton, leaves))
+    try:
+        with _TensorReader(metadata, place=place, directory=directory) as reader:
+            leaves = [
+                reader.tensor(name) if name else view_of(payload, 0, record)
+                for record, name in zip(state.records, state.names, strict=True)
+            ]
+        return cast("dict[str, Any]", assemble(state.skeleton, leaves))
+    except _UNREADABLE as error:
+        raise CheckpointDamaged(path, reason=f"the rank's state cannot be put together: {error}") from error
 
 
 def read_metadata(*, place: Place, directory: str) -> Metadata:
@@ -110,9 +133,9 @@ def read_metadata(*, place: Place, directory: str) -> Metadata:
     try:
         with place.open_read(path) as file:
             found = _MetadataUnpickler(io.BytesIO(file.read())).load()
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
+    except _UNREADABLE as error:
         raise CheckpointDamaged(path, reason=f"DCP metadata cannot be read: {error}") from error
-    if not isinstance(found, Metadata):
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise CheckpointDamaged(path, reason="this is not DCP metadata")
     return found
 
@@ -176,38 +199,55 @@ class _TensorReader:
             raise CheckpointDamaged(self._directory, reason=f"{name} is not in its metadata")
         if "/" in info.relative_path or info.relative_path.startswith("."):
             raise CheckpointDamaged(self._directory, reason=f"{info.relative_path!r} lies outside of it")
-        if info.relative_path not in self._open:
-            self._open[info.relative_path] = self._place.open_read(f"{self._directory}/{info.relative_path}")
-        file = self._open[info.relative_path]
-        file.seek(info.offset)
-        record = io.BytesIO(file.read(info.length))
-        return cast("torch.Tensor", torch.load(record, map_location="cpu", weights_only=True))
+        try:
+            file = self._file(info.relative_path)
+            file.seek(info.offset)
+            record = io.BytesIO(file.read(info.length))
+            return cast("torch.Tensor", torch.load(record, map_location="cpu", weights_only=True))
+        except _UNREADABLE as error:
+            path = f"{self._directory}/{info.relative_path}"
+            raise CheckpointDamaged(path, reason=f"{name} cannot be read: {error}") from error
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._place.open_read(f"{self._directory}/{name}")
+        return self._open[name]
 
 
-def _stored_name(record: TensorRecord, *, rank: int, is_replicated: bool) -> str:
+def _stored_name(record: TensorRecord, *, rank: int, replication: Replication) -> str:
     """The DCP name of a leaf: its path with dots, as DCP flattens it; "" for what belongs to the rank alone."""
     if record.kind != "torch" or record.path[0] in RANK_LOCAL:
         return ""
     name = ".".join(map(str, record.path))
-    return name if is_replicated else f"rank{rank}.{name}"
+    is_shared = replication.is_replicated and name not in replication.of_each_rank
+    return name if is_shared else f"rank{rank}.{name}"
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Two leaves that flatten to one DCP name (keys `1` and `"1"`, or with a dot in them) stay with the rank."""
+    counts = Counter(names)
+    return [name if counts[name] == 1 else "" for name in names]
 
 
 def _share(
-    records: Sequence[TensorRecord], names: Sequence[str], *, rank: int, world_size: int, is_replicated: bool
+    records: Sequence[TensorRecord], names: Sequence[str], *, rank: int, world_size: int, replication: Replication
 ) -> tuple[int, ...]:
     """The leaves that this rank writes: all of its own, or its share of the replicated ones, equal in bytes.
 
     Every rank computes the same split, so nobody has to be asked.
     """
     candidates = [index for index, name in enumerate(names) if name]
-    if not is_replicated or world_size == 1:
+    if not replication.is_replicated or world_size == 1:
         return tuple(candidates)
     loads = [0] * world_size
     mine: list[int] = []
-    for index in sorted(candidates, key=lambda i: (-records[i].num_bytes, names[i])):
-        lightest = loads.index(min(loads))
-        loads[lightest] += records[index].num_bytes
-        if lightest == rank:
+    for index in sorted(candidates, key=lambda i: (-records[i].num_bytes, names[i].removeprefix(f"rank{rank}."))):
+        if names[index].startswith(f"rank{rank}.") and names[index] not in replication.of_rank_0:
+            mine.append(index)
+            continue
+        writer = 0 if names[index] in replication.of_rank_0 else loads.index(min(loads))
+        loads[writer] += records[index].num_bytes
+        if writer == rank:
             mine.append(index)
     return tuple(sorted(mine))
 
@@ -225,17 +265,23 @@ def _write_tensors(
 ) -> tuple[FileRecord, tuple[ItemRecord, ...]]:
     file_name = f"__{rank}_0.distcp"
     items: list[ItemRecord] = []
+    key_paths, plain = _flattened(table)
     with _SyncedFile(place, f"{directory}/{file_name}") as file:
         for index in mine:
             record = table.records[index]
             blob = io.BytesIO()
             torch.save(view_of(buffer, start, record).clone(), blob)
+            name, key_path = names[index], key_paths[index]
+            if name != ".".join(map(str, key_path)):
+                key_path = (f"rank{rank}", *key_path)
             items.append(
-                ItemRecord(names[index], record.path, file_name, file.num_bytes, blob.tell(), record.dtype, record.shape)
+                ItemRecord(name, key_path, file_name, file.num_bytes, blob.tell(), record.dtype, record.shape)
             )
             file.write(blob.getbuffer())
         if rank == 0:
-            for name, key_path, value in _plain_leaves(table):
+            for name, key_path, value in plain:
+                if name in names:
+                    continue
                 blob = io.BytesIO()
                 torch.save(value, blob)
                 items.append(ItemRecord(name, key_path, file_name, file.num_bytes, blob.tell(), "", ()))
@@ -243,39 +289,45 @@ def _write_tensors(
     return FileRecord(file_name, file.num_bytes, file.hexdigest), tuple(items)
 
 
-def _plain_leaves(table: SnapshotTable) -> list[tuple[str, tuple[str | int, ...], Any]]:
-    """What is no tensor (learning rates, counters …), named as DCP flattens it, for readers that use plain `dcp.load`."""
-    leaves: list[Any] = [_Hole() for _ in table.records]
-    tree = cast("dict[str, Any]", assemble(table.skeleton, leaves))
-    found: list[tuple[str, tuple[str | int, ...], Any]] = []
+_Path = tuple[str | int, ...]
 
-    def holds_tensor(value: Any) -> bool:
-        if isinstance(value, Mapping):
-            return any(map(holds_tensor, cast("Mapping[Any, Any]", value).values()))
-        if isinstance(value, list | tuple):
-            return any(map(holds_tensor, cast("Sequence[Any]", value)))
-        return isinstance(value, _Hole)
 
-    def walk(value: Any, path: tuple[str | int, ...]) -> None:
+class _Hole(msgspec.Struct, frozen=True):
+    """Stands where leaf `index` was."""
+
+    index: int
+
+
+def _flattened(table: SnapshotTable) -> tuple[dict[int, _Path], list[tuple[str, _Path, Any]]]:
+    """The tree as DCP flattens it: the key path of each leaf by its index, and what is no tensor (learning rates …).
+
+    Mappings are walked, with their keys as text; lists only if they hold tensors or mappings; all else is one value.
+    """
+    tree = cast("dict[str, Any]", assemble(table.skeleton, [_Hole(index) for index in range(len(table.records))]))
+    key_paths: dict[int, _Path] = {}
+    plain: list[tuple[str, _Path, Any]] = []
+
+    def walk(value: Any, path: _Path) -> None:
         if isinstance(value, _Hole):
-            return
-        if isinstance(value, Mapping):
+            key_paths[value.index] = path
+        elif isinstance(value, Mapping):
             for key, item in cast("Mapping[Any, Any]", value).items():
                 walk(item, (*path, str(key)))
-        elif isinstance(value, list | tuple) and holds_tensor(value):
+        elif _is_walked(value):
             for index, item in enumerate(cast("Sequence[Any]", value)):
                 walk(item, (*path, index))
-        elif path:
-            found.append((".".join(map(str, path)), path, value))
+        elif path[0] not in RANK_LOCAL:
+            plain.append((".".join(map(str, path)), path, value))
 
-    for part, branch in tree.items():
-        if part not in RANK_LOCAL:
-            walk(branch, (part,))
-    return found
+    walk(tree, ())
+    return key_paths, plain
 
 
-class _Hole:
-    """Stands where a tensor was."""
+def _is_walked(value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    items = cast("Sequence[Any]", value)
+    return any(isinstance(item, _Hole | Mapping) or _is_walked(item) for item in items)
 
 
 def _write_rank_state(

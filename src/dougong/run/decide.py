@@ -25,6 +25,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     component: str
     is_connected: bool
     is_lost: bool
+    is_ready: bool = True
+    """Nothing of an earlier start runs on it any more."""
     silent_s: float = 0.0
     is_agent_asked: bool = False
     """A new agent was asked for and its backend did not refuse."""
@@ -69,7 +71,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_gathered(self) -> bool:
         """Are the nodes that were chosen to train there, as far as they will be?"""
-        return all(node.is_connected or node.is_lost for node in self.nodes[: self.num_nodes])
+        return all((node.is_connected and node.is_ready) or node.is_lost for node in self.nodes[: self.num_nodes])
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -152,7 +154,7 @@ def choose_placement(view: JobView) -> tuple[Placed, ...] | None:
 
     A node takes part with all its `procs_per_node` ranks or with none.
     """
-    usable = [node.component for node in view.nodes if node.is_connected and not node.is_lost]
+    usable = [node.component for node in view.nodes if node.is_connected and node.is_ready and not node.is_lost]
     current: dict[int, str] = {placed.rank // view.procs_per_node: placed.component for placed in view.placement}
     kept = {index: component for index, component in current.items() if component in usable}
     free = [component for component in usable if component not in kept.values()]

@@ -16,7 +16,8 @@ nothing has to be renamed, which object stores cannot do.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -25,6 +26,7 @@ import xxhash
 from dougong.errors import CheckpointDamaged, UserError
 
 _CHUNK_BYTES = 8 * 2**20
+_DIRECTORY = re.compile(r"step-([0-9]+)-g([0-9]+)")
 FORMAT_VERSION = 1
 
 
@@ -71,6 +73,8 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     generation: int
     is_committed: bool
+    is_rejected: bool = False
+    """A byte of it was found wrong; it is kept for a look until retention takes it."""
 
 
 class Place(Protocol):
@@ -129,6 +133,8 @@ class FsspecPlace:
             file.write(content)
 
     def names(self, path: str) -> tuple[str, ...]:
+        # fsspec caches the listings of object stores, and other processes write here
+        self._fs.invalidate_cache(path)
         try:
             listed = cast("list[str]", self._fs.ls(path, detail=False))
         except FileNotFoundError:
@@ -214,8 +220,11 @@ def read_manifest(url: str, directory: str) -> Manifest:
     return manifest
 
 
-def verify(url: str, directory: str) -> Manifest:
-    """Read every byte of a checkpoint and compare. Returns its manifest. Raises CheckpointDamaged."""
+def verify(url: str, directory: str, *, on_read: Callable[[int], None] = lambda _: None) -> Manifest:
+    """Read every byte of a checkpoint and compare. Returns its manifest. Raises CheckpointDamaged.
+
+    `on_read` is told the number of bytes of each chunk read.
+    """
     manifest = read_manifest(url, directory)
     place, root = storage_at(url)
     for record in manifest.files:
@@ -228,23 +237,30 @@ def verify(url: str, directory: str) -> Manifest:
             raise CheckpointDamaged(path, reason="the file is missing") from None
         if size_bytes != record.num_bytes:
             raise CheckpointDamaged(path, reason=f"{size_bytes} bytes, {record.num_bytes} were written")
-        if _checksum(place, path) != record.xxh3:
+        if _checksum(place, path, on_read=on_read) != record.xxh3:
             raise CheckpointDamaged(path, reason="checksum differs from what was written (xxh3-128)")
     return manifest
 
 
 def beyond_retention(stored: tuple[Stored, ...], *, keep: int) -> tuple[Stored, ...]:
-    """The committed checkpoints to delete so that the newest `keep` remain. Never the last good one.
+    """The committed checkpoints to delete so that the `keep` written last remain. Never the last good one.
 
-    Uncommitted directories older than the newest committed one are leftovers of a crash and go too.
+    A later generation is newer also at a lower step: had the higher one been readable, it would have been restored.
+    Uncommitted and rejected ones older than the newest good one go too.
     """
     assert keep >= 1
-    committed = [item for item in stored if item.is_committed]
-    if not committed:
+    good = [item for item in stored if item.is_committed and not item.is_rejected]
+    if not good:
         return ()
-    newest = committed[0]
-    leftovers = [s for s in stored if not s.is_committed and (s.step, s.generation) < (newest.step, newest.generation)]
-    return (*committed[keep:], *leftovers)
+    good.sort(key=_when_written, reverse=True)
+    leftovers = [s for s in stored if s not in good and _when_written(s) < _when_written(good[0])]
+    return (*good[keep:], *leftovers)
+
+
+def reject(url: str, directory: str, *, reason: str) -> None:
+    """Mark a checkpoint as damaged, so that retention does not count it among the good ones."""
+    place, root = storage_at(url)
+    place.write(f"{root}/{directory}/REJECTED", reason.encode())
 
 
 def delete(url: str, directory: str) -> None:
@@ -263,18 +279,30 @@ def checksum_chunks(chunks: Iterator[bytes]) -> str:
     return digest.hexdigest()
 
 
-def _checksum(place: Place, path: str) -> str:
+def _when_written(stored: Stored) -> tuple[int, int]:
+    return stored.generation, stored.step
+
+
+def _checksum(place: Place, path: str, *, on_read: Callable[[int], None]) -> str:
     with place.open_read(path) as file:
-        return checksum_chunks(iter(lambda: file.read(_CHUNK_BYTES), b""))
+        return checksum_chunks(_told(iter(lambda: file.read(_CHUNK_BYTES), b""), on_read))
+
+
+def _told(chunks: Iterator[bytes], on_read: Callable[[int], None]) -> Iterator[bytes]:
+    for chunk in chunks:
+        on_read(len(chunk))
+        yield chunk
 
 
 def _parse(place: Place, root: str, name: str) -> Stored | None:
-    parts = name.split("-")
-    if len(parts) != 3 or parts[0] != "step" or not parts[1].isdigit() or not parts[2][1:].isdigit():
+    match = _DIRECTORY.fullmatch(name)
+    if match is None:
         return None
+    names = place.names(f"{root}/{name}")
     return Stored(
         directory=name,
-        step=int(parts[1]),
-        generation=int(parts[2][1:]),
-        is_committed="COMMIT" in place.names(f"{root}/{name}"),
+        step=int(match[1]),
+        generation=int(match[2]),
+        is_committed="COMMIT" in names,
+        is_rejected="REJECTED" in names,
     )

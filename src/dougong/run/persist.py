@@ -23,6 +23,7 @@ from dougong.run.letters import (
 )
 from dougong.run.place import WorkerPlace
 from dougong.run.snapshot import SnapshotFiles
+from dougong.run.state import Replication
 
 _POLL_S = 0.02
 
@@ -34,7 +35,7 @@ class PersistRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     step: int
     stall_s: float
-    is_replicated: bool
+    replication: Replication
 
 
 class Persister:
@@ -94,7 +95,7 @@ class Persister:
             directory=directory,
             rank=self._place.rank,
             world_size=self._place.world_size,
-            is_replicated=request.is_replicated,
+            replication=request.replication,
         )
         self._files.pin(None)
         self._post(

@@ -89,9 +89,9 @@ class JobProgress:
         self._complete.append(ranks)
         self.last_step = step
         self.max_step = max(self.max_step, step)
-        duration_s = (_end_ns(ranks) - _begin_ns(ranks)) / 1e9
-        self._durations_s.append(duration_s)
         if self._last_end_ns is not None:
+            # the first step of a start is not counted: it warms caches up, or compiles
+            self._durations_s.append((_end_ns(ranks) - _begin_ns(ranks)) / 1e9)
             gap_s = (_end_ns(ranks) - self._last_end_ns) / 1e9
             self._longest_gap_s = max(self._longest_gap_s or 0.0, gap_s)
         self._last_end_ns = _end_ns(ranks)

@@ -35,8 +35,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 class HangRule(msgspec.Struct, frozen=True, kw_only=True):
     """How long no progress may last. See `dougong.run.hang`."""
 
-    attached_min_s: float = 3.0
-    attached_p99_factor: float = 6.0
+    attached_min_s: float = 2.5
+    attached_p99_factor: float = 5.0
     unmodified_first_s: float = 600.0
     unmodified_min_s: float = 60.0
     unmodified_factor: float = 10.0

@@ -57,7 +57,7 @@ def gather(
 ) -> dict[str, Any]:
     """The state tree: one branch per part, with references to the live tensors, not copies."""
     tree: dict[str, Any] = {name: _unwrapped(part).state_dict() for name, part in parts.items()}
-    tree["rng"] = _rng_state()
+    tree["rng"] = rng_state()
     tree["data"] = data
     tree["progress"] = msgspec.to_builtins(progress)
     return tree
@@ -84,7 +84,7 @@ def put_back(tree: Mapping[str, Any], parts: Mapping[str, Any]) -> Progress:
                 where=f"attach({name}=…)",
                 mend="build the same model and optimizer as the run that wrote it, or start a new run",
             ) from error
-    _restore_rng(cast("dict[str, Any]", tree["rng"]))
+    restore_rng(cast("dict[str, Any]", tree["rng"]))
     return msgspec.convert(tree["progress"], Progress)
 
 
@@ -116,10 +116,17 @@ def read_table(buffer: memoryview) -> tuple[SnapshotTable, int]:
 
 
 def read_tree(buffer: memoryview) -> dict[str, Any]:
-    """The state tree of a snapshot; its tensors are views into the buffer."""
+    """The state tree of a snapshot, in memory of its own.
+
+    An optimizer keeps the very tensors it loads and updates them in place: views would be training inside the snapshot.
+    """
     table, start = read_table(buffer)
-    leaves = [view_of(buffer, start, record) for record in table.records]
+    leaves = [_own_copy(view_of(buffer, start, record)) for record in table.records]
     return cast("dict[str, Any]", assemble(table.skeleton, leaves))
+
+
+def _own_copy(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def view_of(buffer: memoryview, start: int, record: TensorRecord) -> Any:
@@ -133,12 +140,29 @@ def view_of(buffer: memoryview, start: int, record: TensorRecord) -> Any:
     return torch.frombuffer(raw, dtype=dtype).reshape(record.shape)
 
 
-def is_replicated(parts: Mapping[str, Any], *, world_size: int) -> bool:
-    """Is the model's and the optimizer's state the same on every rank? True for DDP and for a single rank."""
-    if world_size == 1:
-        return True
+class Replication(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of a rank's tensors are the same on all ranks.
+
+    `of_rank_0`: buffers that DDP copies from rank 0 before each forward, so rank 0's are the true ones. `of_each_rank`: buffers
+    that DDP was told to leave alone (`broadcast_buffers=False`). Names are dotted paths in the state tree.
+    """
+
+    is_replicated: bool
+    of_rank_0: frozenset[str] = frozenset()
+    of_each_rank: frozenset[str] = frozenset()
+
+
+def replication(parts: Mapping[str, Any], *, world_size: int) -> Replication:
+    """Known for DDP and for a single rank; for anything else each rank keeps its own."""
     model = parts.get("model")
-    return isinstance(model, DistributedDataParallel)
+    if world_size == 1:
+        return Replication(is_replicated=True)
+    if not isinstance(model, DistributedDataParallel):
+        return Replication(is_replicated=False)
+    buffers = frozenset(f"model.{name}" for name, _ in model.module.named_buffers())
+    if model.broadcast_buffers:
+        return Replication(is_replicated=True, of_rank_0=buffers)
+    return Replication(is_replicated=True, of_each_rank=buffers)
 
 
 def num_parameters(model: Any) -> int:
@@ -150,7 +174,8 @@ def _unwrapped(part: Any) -> Any:
     return part.module if isinstance(part, DistributedDataParallel) else part
 
 
-def _rng_state() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
+    """The random number generators of Python, NumPy, torch and, once it is in use, CUDA."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(legacy=True),
@@ -161,7 +186,8 @@ def _rng_state() -> dict[str, Any]:
     return state
 
 
-def _restore_rng(state: dict[str, Any]) -> None:
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Set them to what `rng_state` returned."""
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"].clone())
@@ -169,12 +195,11 @@ def _restore_rng(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all([item.clone() for item in state["cuda"]])
 
 
-def capture_torch_rng() -> torch.Tensor:
-    return torch.get_rng_state()
-
-
 def _is_array(value: object) -> bool:
-    return isinstance(value, torch.Tensor | numpy.ndarray)
+    """Is it a block of plain numbers? Sparse and quantized tensors and arrays of objects are not."""
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided and not value.is_quantized
+    return isinstance(value, numpy.ndarray) and cast("Any", value).dtype.kind in "biufcmMSU"
 
 
 def _lay_out(leaves: tuple[Leaf, ...]) -> tuple[tuple[TensorRecord, ...], int]:
@@ -196,7 +221,7 @@ def _copy_in(buffer: memoryview, start: int, value: Any, record: TensorRecord) -
         return
     raw = buffer[start : start + record.num_bytes]
     if record.kind == "numpy":
-        raw[:] = memoryview(numpy.ascontiguousarray(value)).cast("B")
+        raw[:] = numpy.ascontiguousarray(value).tobytes()
         return
     target = torch.frombuffer(raw, dtype=value.dtype).reshape(value.shape)
     target.copy_(value.detach())

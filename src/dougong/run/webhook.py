@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -16,6 +17,8 @@ def send_webhook(url: str, *, run_id: str, event: WorkerLost) -> tuple[int, str]
 
     `text` is there for chat services, the other fields for programs.
     """
+    if not url.lower().startswith(("http://", "https://")):
+        return 0, f"not reached: {url!r} is not an http or https address"
     body = {
         "text": f"Dougong run {run_id} interrupted: rank {event.rank} on {event.component}: {event.detail}",
         "run": run_id,
@@ -34,5 +37,5 @@ def send_webhook(url: str, *, run_id: str, event: WorkerLost) -> tuple[int, str]
             return int(answer.status), "sent"
     except urllib.error.HTTPError as error:
         return error.code, str(error.reason)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return 0, f"not reached: {getattr(error, 'reason', error)}"

@@ -46,13 +46,13 @@ def read(pid: int) -> Reading | None:
     fields = _stat_fields(pid)
     if fields is None:
         return None
-    cpu_ticks = int(fields[11]) + int(fields[12])
+    cpu_ticks = _cpu_ticks(fields)
     io_bytes = _io_bytes(pid)
     is_in_disk_wait = _has_disk_wait(pid)
     for child in descendants(pid):
         child_fields = _stat_fields(child)
         if child_fields is not None:
-            cpu_ticks += int(child_fields[11]) + int(child_fields[12])
+            cpu_ticks += _cpu_ticks(child_fields)
             io_bytes += _io_bytes(child)
             is_in_disk_wait = is_in_disk_wait or child_fields[0] == "D"
     return Reading(
@@ -110,6 +110,11 @@ def _stat_fields(pid: int) -> list[str] | None:
     except (OSError, ProcessLookupError):
         return None
     return text[text.rindex(")") + 2 :].split()
+
+
+def _cpu_ticks(fields: list[str]) -> int:
+    """Of the process, and of its children that have ended: else a row of short ones would look like doing nothing."""
+    return sum(int(field) for field in fields[11:15])
 
 
 def _io_bytes(pid: int) -> int:
