@@ -14,7 +14,9 @@ RUN_READY := .venv/ready-run
 DEV_READY := .venv/ready-dev
 
 CHAOS ?= examples/chaos-default.yaml
-RUN_ARGS ?= --nodes 2 --procs-per-node 1 --spares 1 --chaos $(CHAOS)
+RUN_ARGS ?= --nodes 2 --procs-per-node 1 --spares 1 --durable-every 20
+FAULT_ARGS ?= --chaos $(CHAOS)
+TRAIN := examples/gpt/train.py
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
 CAMPAIGN_ARGS ?=
@@ -28,10 +30,12 @@ help: ## this list
 run: $(RUN_READY) ## train a small GPT on two nodes through injected faults, and score the run
 	@run_dir=runs/$$(date -u +%Y%m%dT%H%M%SZ)
 	echo "A GPT of about 10 million parameters learns the source text of Python's standard library, on two nodes with"
-	echo "one worker each and one spare node. Meanwhile $(CHAOS) kills, stops and hangs parts of the job."
-	echo "The run is left in $$run_dir (runs/latest)."
-	echo "+ dougong run $(RUN_ARGS) --run-dir $$run_dir -- examples/gpt/train.py $(TRAIN_ARGS)"
-	$(BIN)/dougong run $(RUN_ARGS) --run-dir "$$run_dir" -- examples/gpt/train.py $(TRAIN_ARGS)
+	echo "one worker each and one spare node: first undisturbed, as the reference, then while $(CHAOS)"
+	echo "kills, stops and hangs parts of the job. The run is left in $$run_dir (runs/latest)."
+	echo "+ dougong run $(RUN_ARGS) --run-dir $$run_dir-undisturbed -- $(TRAIN) $(TRAIN_ARGS)"
+	$(BIN)/dougong run $(RUN_ARGS) --no-score --run-dir "$$run_dir-undisturbed" -- $(TRAIN) $(TRAIN_ARGS)
+	echo "+ dougong run $(RUN_ARGS) $(FAULT_ARGS) --reference $$run_dir-undisturbed --run-dir $$run_dir -- $(TRAIN) $(TRAIN_ARGS)"
+	$(BIN)/dougong run $(RUN_ARGS) $(FAULT_ARGS) --reference "$$run_dir-undisturbed" --run-dir "$$run_dir" -- $(TRAIN) $(TRAIN_ARGS)
 
 test: check unit ## check, then every test
 
@@ -44,12 +48,13 @@ check: $(DEV_READY) ## style, types, and who imports whom
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-bench: $(DEV_READY) ## every benchmark in turn, into bench/results/*.json
+bench: $(DEV_READY) ## every benchmark in turn, into bench/results/*.json and docs/benchmarks.md
 	@mkdir -p bench/results
 	for script in $(BENCHES); do
 	    echo "+ $$script"
 	    $(BIN)/python "$$script"
 	done
+	$(BIN)/python bench/_table.py
 
 campaign: $(DEV_READY) ## random faults from seeds, each compared with an undisturbed run
 	$(BIN)/python bench/campaign.py $(CAMPAIGN_ARGS)

@@ -76,7 +76,8 @@ class GPT(nn.Module):
     def flop_per_token(self, length: int) -> float:
         """Model FLOP per token, forward and backward: 6 per weight of a matrix product, and causal attention.
 
-        Attention: 12 · layers · width · length, halved because a causal mask leaves half of the scores (PaLM, appendix B).
+        Attention: 12 · layers · width · length, halved because a causal mask leaves half of the scores (PaLM,
+        appendix B).
         """
         weights = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and "position" not in name)
         return 6.0 * weights + 6.0 * len(self.blocks) * self.token.embedding_dim * length
@@ -121,6 +122,24 @@ class Windows:
         self.epoch, self.batch = state["epoch"], state["batch"]
 
 
+class RecentLoss:
+    """Mean loss of the last steps; saved and restored with the job, like any object with these two methods."""
+
+    def __init__(self, num_steps: int = 10) -> None:
+        self.num_steps = num_steps
+        self.losses: list[float] = []
+
+    def add(self, loss: float) -> float:
+        self.losses = [*self.losses, loss][-self.num_steps :]
+        return sum(self.losses) / len(self.losses)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
+
+
 def standard_library(num_bytes: int) -> torch.Tensor:
     """The first bytes of the standard library's own source: real text that every machine with Python has."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -147,29 +166,33 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_and_decay(step, options.steps))
 
+    recent = RecentLoss()
+
     job = dougong.attach(  # (dougong)
         model=model,
         optimizer=optimizer,
         lr_scheduler=schedule,
         data=loader,
+        recent=recent,
         model_flop_per_token=gpt.flop_per_token(options.length),
         hardware_flop_per_token=gpt.flop_per_token(options.length),  # nothing is recomputed
     )
-    loss = math.nan
+    mean = math.nan
     for step in job.steps(until=options.steps):  # (dougong)
         with step as (ids, tokens, targets):  # (dougong)
             optimizer.zero_grad(set_to_none=True)
-            mean_loss = model(tokens.to(device), targets.to(device))
-            mean_loss.backward()
+            batch_loss = model(tokens.to(device), targets.to(device))
+            batch_loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            loss = mean_loss.item()
-            step.record(loss=loss, tokens=tokens.numel(), samples=ids)  # (dougong)
+            mean = recent.add(batch_loss.item())
+            step.record(loss=batch_loss, tokens=tokens.numel(), samples=ids)  # (dougong)
         if loader.rank == 0 and (step.number % 10 == 0 or step.number == 1):
-            print(f"step {step.number:5d}  loss {loss:.4f}", flush=True)
+            print(f"step {step.number:5d}  loss {mean:.4f}", flush=True)
     if loader.rank == 0:
-        print(f"final loss {loss:.3f} nats per byte; unigram entropy of the text {unigram_entropy_nats(text):.3f}")
+        entropy = unigram_entropy_nats(text)
+        print(f"final loss {mean:.3f} nats per byte (mean of 10 steps); unigram entropy of the text {entropy:.3f}")
     dist.destroy_process_group()
 
 
@@ -182,7 +205,7 @@ def warm_up_and_decay(step: int, num_steps: int) -> float:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--batch-size", type=int, default=4, help="samples per rank and step")
     parser.add_argument("--length", type=int, default=128, help="tokens per sample")
     parser.add_argument("--layers", type=int, default=6)

@@ -49,6 +49,10 @@ def test_ls_shows_newest_first_and_names_what_is_not_committed(run_dir: Path) ->
     ]
 
 
+def test_ls_names_the_one_that_a_resume_would_try_first(run_dir: Path) -> None:
+    assert "would try first: step-000000100-g001" in call("ls", run_dir).stderr
+
+
 def test_ls_json_carries_numbers_and_null_for_what_is_not_known(run_dir: Path) -> None:
     document = json.loads(call("ls", run_dir, "--json").stdout)
     torn, newest, _ = document["checkpoints"]
@@ -145,10 +149,9 @@ def test_a_place_that_is_no_run_is_a_mistake_of_three_parts(
 
 def test_a_run_without_checkpoints_says_so_and_is_well(tmp_path: Path) -> None:
     save_settings(RunDirectory(tmp_path), settings_at(tmp_path))
-    for verb in ("ls", "verify"):
-        result = call(verb, tmp_path)
-        assert result.exit_code == 0
-        assert "no checkpoint" in result.stderr
+    assert "no good checkpoint" in call("ls", tmp_path).stderr
+    verified = call("verify", tmp_path)
+    assert verified.exit_code == 0 and "no checkpoint" in verified.stderr
 
 
 def test_a_rejected_one_is_listed_as_damaged(run_dir: Path) -> None:

@@ -13,7 +13,9 @@ from dougong.run.state import Progress, gather, write_snapshot
 
 def parts(*, seed: int = 0) -> dict[str, Any]:
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(), torch.nn.Linear(8, 2))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(), torch.nn.Linear(8, 2)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     return {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
@@ -32,7 +34,9 @@ def train(parts: dict[str, Any], *, num_steps: int) -> list[float]:
     return losses
 
 
-def snapshot(parts: dict[str, Any], prefix: Path, *, step: int = 3, data: Any = None) -> tuple[SnapshotFiles, memoryview]:
+def snapshot(
+    parts: dict[str, Any], prefix: Path, *, step: int = 3, data: Any = None
+) -> tuple[SnapshotFiles, memoryview]:
     """A memory checkpoint of `parts`: its files, and the bytes that were written."""
     files = SnapshotFiles(prefix)
     tree = gather(parts, data=data, progress=Progress(step=step, num_tokens=40 * step))

@@ -60,7 +60,8 @@ class Finished:
     def report(self) -> str:
         """What a failing assertion should show."""
         logs = "\n".join(
-            f"== {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in (self.run_dir / "logs").glob("*.log")
+            f"== {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+            for path in (self.run_dir / "logs").glob("*.log")
         )
         return f"exit {self.code}\n{self.stderr[-6000:]}\n{logs}"
 
@@ -102,7 +103,9 @@ def finish(process: subprocess.Popen[str], run_dir: Path, *, timeout_s: float = 
     return Finished(run_dir, code=process.returncode, stdout=stdout, stderr=stderr)
 
 
-def run(run_dir: Path, *options: str, script: Path = SMALL, arguments: tuple[str, ...] = (), nodes: int = 2) -> Finished:
+def run(
+    run_dir: Path, *options: str, script: Path = SMALL, arguments: tuple[str, ...] = (), nodes: int = 2
+) -> Finished:
     return finish(start(run_dir, *options, script=script, arguments=arguments, nodes=nodes), run_dir)
 
 

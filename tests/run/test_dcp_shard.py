@@ -55,9 +55,15 @@ def fingerprint(tree: Any) -> Any:
     skeleton, leaves = dismantle(tree, is_leaf=lambda value: hasattr(value, "tobytes") or torch.is_tensor(value))
 
     def content(value: Any) -> bytes:
-        return bytes(value.contiguous().reshape(-1).view(torch.uint8).tolist()) if torch.is_tensor(value) else value.tobytes()
+        return (
+            bytes(value.contiguous().reshape(-1).view(torch.uint8).tolist())
+            if torch.is_tensor(value)
+            else value.tobytes()
+        )
 
-    return skeleton, [(leaf.path, str(leaf.value.dtype), tuple(leaf.value.shape), content(leaf.value)) for leaf in leaves]
+    return skeleton, [
+        (leaf.path, str(leaf.value.dtype), tuple(leaf.value.shape), content(leaf.value)) for leaf in leaves
+    ]
 
 
 @pytest.fixture

@@ -58,7 +58,9 @@ def view(status: Any, **changes: Any) -> JobView:
 
 
 def loss(rank: int, *, order: tuple[int, int] = (0, 1), **rest: Any) -> Loss:
-    return Loss(rank=rank, component=PLACEMENT[rank].component, cause_class="crash", detail="signal 9", order=order, **rest)
+    return Loss(
+        rank=rank, component=PLACEMENT[rank].component, cause_class="crash", detail="signal 9", order=order, **rest
+    )
 
 
 def finding(kind: str, rank: int = 1) -> Finding:
@@ -266,9 +268,7 @@ def test_back_off_never_shrinks_and_has_a_ceiling(num_fruitless: int) -> None:
 # --- laws ---
 
 
-LOSSES = st.builds(
-    loss, st.integers(0, 1), order=st.tuples(st.integers(0, 1), st.integers(0, 5))
-)
+LOSSES = st.builds(loss, st.integers(0, 1), order=st.tuples(st.integers(0, 1), st.integers(0, 5)))
 
 
 @given(st.lists(LOSSES, min_size=1, max_size=6), st.randoms())
@@ -335,9 +335,7 @@ def test_every_decision_has_a_reason_and_repeating_the_question_repeats_the_answ
     import msgspec
 
     # a job runs only if it was placed
-    asked = msgspec.structs.replace(
-        job, status=status if job.placement else "gathering", is_stop_wanted=is_stop_wanted
-    )
+    asked = msgspec.structs.replace(job, status=status if job.placement else "gathering", is_stop_wanted=is_stop_wanted)
     decision = decide(asked, POLICY)
     assert decision.reason
     assert decide(asked, POLICY) == decision
@@ -425,7 +423,9 @@ def test_what_is_chosen_every_rank_can_have_and_the_order_of_reports_does_not_ma
     assert chosen.reason
     if chosen.source == "memory":
         whole = [item for item in snapshots if item.is_verified and item.world_size == 3 and item.step == chosen.step]
-        assert any({item.rank for item in whole if item.generation == generation} == {0, 1, 2} for generation in (1, 2, 3))
+        assert any(
+            {item.rank for item in whole if item.generation == generation} == {0, 1, 2} for generation in (1, 2, 3)
+        )
         assert durable is None or chosen.step >= durable[0]
     if durable is not None:
         assert chosen.source != "none" and chosen.step >= durable[0]

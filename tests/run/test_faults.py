@@ -1,5 +1,5 @@
-"""Each fault with real processes. After each: the losses of the undisturbed run, step for step and bit for bit, and every
-sample once."""
+"""Each fault with real processes. After each: the losses of the undisturbed run, step for step and bit for bit, and
+every sample once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 
 from dougong.event.kinds import (
     AgentReturned,
@@ -267,7 +266,7 @@ def test_no_false_alarm(run_dir: Path, arguments: tuple[str, ...]) -> None:
 
 def test_an_unmodified_torchrun_script_resumes_from_its_own_checkpoint(run_dir: Path) -> None:
     own = run_dir.parent / "own.pt"
-    chaos = runs.write_chaos(run_dir.parent / "chaos.yaml", "kind: kill-worker, at_s: 5, rank: 1")
+    chaos = runs.write_chaos(run_dir.parent / "chaos.yaml", "kind: kill-worker, at_step: 40, rank: 1")
     done = runs.run(
         run_dir, "--chaos", str(chaos), script=runs.PLAIN, arguments=("--steps", "150", "--checkpoint", str(own))
     )
@@ -286,5 +285,3 @@ def test_an_unmodified_torchrun_script_resumes_from_its_own_checkpoint(run_dir: 
 
 def runs_controller_pid(run_dir: Path) -> int:
     return [event.pid for event in runs.Finished(run_dir, code=0, stdout="", stderr="").events(ControllerStarted)][-1]
-
-

@@ -162,7 +162,9 @@ def test_an_unmodified_script_has_ten_minutes_at_first() -> None:
 
 
 @pytest.mark.parametrize(("longest_gap_s", "limit_s"), [(0.1, 60.0), (20.0, 200.0), (500.0, 600.0)])
-def test_its_limit_is_learnt_from_the_longest_gap_between_floor_and_ceiling(longest_gap_s: float, limit_s: float) -> None:
+def test_its_limit_is_learnt_from_the_longest_gap_between_floor_and_ceiling(
+    longest_gap_s: float, limit_s: float
+) -> None:
     learnt = StepTimes(num_steps=50, p99_s=0.1, longest_gap_s=longest_gap_s)
     assert find_hang(unmodified(limit_s - 1), learnt=learnt, rule=RULE) is None
     found = find_hang(unmodified(limit_s + 1), learnt=learnt, rule=RULE)

@@ -121,7 +121,9 @@ def test_a_refused_state_leaves_the_last_snapshot_valid(tmp_path: Path) -> None:
 
 @given(steps=st.lists(st.integers(1, 40), min_size=1, max_size=6))
 @settings(max_examples=20)
-def test_snapshots_of_changing_size_are_each_read_back(steps: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_snapshots_of_changing_size_are_each_read_back(
+    steps: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     files = SnapshotFiles(tmp_path_factory.mktemp("s") / "r")
     for number, size in enumerate(steps, start=1):
         tree = {"a": torch.full((size * 1000,), float(number)), "count": number}

@@ -76,7 +76,7 @@ def test_a_numpy_scalar_becomes_the_number_it_is() -> None:
     assert shape(assemble(dismantle(scalars, is_leaf=is_block)[0], [])) == shape({"a": 0.5, "b": 3, "c": True})
 
 
-Pair = namedtuple("Pair", "left right")  # noqa: PYI024
+Pair = namedtuple("Pair", "left right")
 
 
 @pytest.mark.parametrize("foreign", [{1, 2}, object(), Pair(1, 2), 1j, lambda: None, numpy.zeros(2, dtype=object)])

@@ -85,8 +85,8 @@ def list_checkpoints(place: str, is_json: bool) -> None:
     for item in listed:
         if item.problem:
             click.echo(f"{item.directory}: {item.problem}", err=True)
-    if not listed:
-        click.echo(f"no checkpoint in {url}", err=True)
+    whole = [item.directory for item in listed if item.is_committed and not item.problem]
+    click.echo(f"a resume would try first: {whole[0]}" if whole else f"no good checkpoint in {url}", err=True)
 
 
 @checkpoint.command("verify")

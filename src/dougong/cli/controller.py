@@ -1,7 +1,8 @@
-"""The entry point of a run's controller: `python -m dougong.cli.controller RUN_DIR [--resume]`. Started by `dougong run`.
+"""The entry point of a run's controller: `python -m dougong.cli.controller RUN_DIR [--resume]`. Started by `dougong
+run`.
 
-Its stdin is held by the launcher and brings orders, one JSON line each. When it closes the launcher is gone, and the job is
-stopped in good order.
+Its stdin is held by the launcher and brings orders, one JSON line each. When it closes the launcher is gone, and the
+job is stopped in good order.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from dougong.backend.joined import JoinedNodes
 from dougong.backend.nodes import NodeBackend
 from dougong.clock import SystemClock
 from dougong.event import store
@@ -57,6 +59,8 @@ def main() -> int:
 
 def node_backend(run: RunDirectory, settings: RunSettings) -> NodeBackend:
     """The engine that holds the nodes of this run."""
+    if settings.backend == "joined":
+        return JoinedNodes()
     from dougong.backend.local.nodes import LocalNodes
     from dougong.run.layout import node_directory
 

@@ -160,5 +160,3 @@ def point_latest(run_root: Path) -> None:
 
 def _how(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-

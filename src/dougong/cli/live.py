@@ -136,7 +136,9 @@ class LiveView:
 
         f = self._figures
         head = Table.grid(padding=(0, 3))
-        head.add_row(*(Text(name, style="dim") for name in ("step", "loss", "tokens/s", "MFU", "ETTR", "checkpoint", "state")))
+        head.add_row(
+            *(Text(name, style="dim") for name in ("step", "loss", "tokens/s", "MFU", "ETTR", "checkpoint", "state"))
+        )
         head.add_row(
             str(f.step),
             "-" if f.loss is None else f"{f.loss:.4f}",
@@ -171,7 +173,9 @@ class PlainView:
             self._figures.take(record)
             if not isinstance(record.event, _SILENT_KINDS):
                 self.say(_line(record))
-            elif isinstance(record.event, kinds.StepFinished) and time.monotonic() - self._last_steps_s > _PLAIN_STEPS_S:
+            elif (
+                isinstance(record.event, kinds.StepFinished) and time.monotonic() - self._last_steps_s > _PLAIN_STEPS_S
+            ):
                 self._last_steps_s = time.monotonic()
                 self.say(self._steps_line(record))
 
@@ -227,5 +231,3 @@ def _clock_text(time_ns: int) -> str:
 
 def _short(component: str) -> str:
     return component.rsplit("/", 1)[-1]
-
-

@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 
-
 @click.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
 @click.option("--cluster", type=click.Path(path_type=Path), help="Cluster description; its first nodes are used.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Nodes that train [default: 1].")
@@ -18,22 +17,41 @@ import click
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where the run keeps its files [default: runs/TIME].")
 @click.option("--resume", type=click.Path(path_type=Path), help="Go on with a stopped run; no script is given then.")
 @click.option("--checkpoint-dir", help="Path or fsspec URL of the durable checkpoints [default: in the run directory].")
-@click.option("--memory-every", type=click.IntRange(min=1), default=5, show_default=True, help="Steps between memory checkpoints.")
-@click.option("--durable-every", type=click.IntRange(min=1), default=50, show_default=True, help="Steps between durable checkpoints.")
+@click.option(
+    "--memory-every", type=click.IntRange(min=1), default=5, show_default=True, help="Steps between memory checkpoints."
+)
+@click.option(
+    "--durable-every",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="Steps between durable checkpoints.",
+)
 @click.option("--keep", type=click.IntRange(min=1), default=3, show_default=True, help="Durable checkpoints kept.")
 @click.option("--webhook", default="", help="URL that is told of each interruption.")
+@click.option(
+    "--reference", type=click.Path(path_type=Path), help="An undisturbed run to compare samples and losses with."
+)
+@click.option("--no-score", is_flag=True, help="Do not print the scorecard at the end.")
 @click.option("--oversubscribe", is_flag=True, help="Allow more ranks than CPUs.")
 @click.option("--max-restarts", "--max_restarts", type=click.IntRange(min=0), help="Give up after this many restarts.")
 @click.option("--nnodes", metavar="N|MIN:MAX", help="As torchrun's.")
 @click.option("--nproc-per-node", "--nproc_per_node", metavar="N|auto|cpu|gpu", help="As torchrun's.")
-@click.option("--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help="As torchrun's: where the controller listens.")
+@click.option(
+    "--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help="As torchrun's: where the controller listens."
+)
 @click.option("--rdzv-backend", "--rdzv_backend", help="Accepted for torchrun's sake; has no effect.")
 @click.option("--rdzv-id", "--rdzv_id", help="As torchrun's: the name of the run.")
 @click.option("--rdzv-conf", "--rdzv_conf", help="Accepted for torchrun's sake; has no effect.")
 @click.option("--standalone", is_flag=True, help="As torchrun's: all on this machine.")
 @click.option("--node-rank", "--node_rank", type=click.IntRange(min=0), help="As torchrun's, with --rdzv-endpoint.")
 @click.option("--master-addr", "--master_addr", help="Accepted for torchrun's sake; has no effect.")
-@click.option("--master-port", "--master_port", type=click.IntRange(1, 65535), help="Port of rank 0's store [default: a free one each time].")
+@click.option(
+    "--master-port",
+    "--master_port",
+    type=click.IntRange(1, 65535),
+    help="Port of rank 0's store [default: a free one each time].",
+)
 @click.option("--monitor-interval", "--monitor_interval", help="Accepted for torchrun's sake; has no effect.")
 @click.option("--log-dir", "--log_dir", help="Accepted for torchrun's sake; logs are in the run directory.")
 @click.option("-m", "--module", is_flag=True, help="The script is a module name, as with python -m.")
@@ -52,5 +70,3 @@ def run(command: tuple[str, ...], **options: object) -> int:
 
     chosen = RunOptions(command=command, **options)  # pyright: ignore[reportArgumentType]
     return go_on(chosen) if chosen.resume is not None else start(chosen)
-
-

@@ -10,6 +10,8 @@ import msgspec
 
 from dougong.errors import UserError
 
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")
+
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """As given on the command line; None = not given."""
@@ -29,6 +31,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     keep: int = 3
     webhook: str = ""
     oversubscribe: bool = False
+    reference: Path | None = None
+    no_score: bool = False
     max_restarts: int | None = None
     nnodes: str | None = None
     nproc_per_node: str | None = None
@@ -82,7 +86,8 @@ def shape(options: RunOptions, *, num_cpus: int) -> Shape:
     nproc = None if options.nproc_per_node is None else _nproc(options.nproc_per_node, num_cpus=num_cpus)
     if options.procs_per_node is not None and nproc is not None and options.procs_per_node != nproc:
         raise UserError(
-            f"--procs-per-node {options.procs_per_node} and --nproc-per-node {options.nproc_per_node} contradict each other",
+            f"--procs-per-node {options.procs_per_node} and --nproc-per-node {options.nproc_per_node}"
+            " contradict each other",
             where="command line",
             mend="give one of the two",
         )
@@ -90,17 +95,27 @@ def shape(options: RunOptions, *, num_cpus: int) -> Shape:
 
 
 def membership(options: RunOptions, environment: Mapping[str, str], *, num_nodes: int) -> Membership | None:
-    """Is this one of several launchers? Inside a Slurm step of several tasks, or with `--rdzv-endpoint` of another host.
+    """Is this one of several launchers? Inside a Slurm step of several tasks, or with `--rdzv-endpoint` of another
+    host.
 
-    Source of the variables: srun(1), "OUTPUT ENVIRONMENT VARIABLES".
+    Source of the variables: srun(1), "OUTPUT ENVIRONMENT VARIABLES". A batch script that does not use srun is task 0
+    too, but of no step, and the other tasks are never started. Raises UserError.
     """
     if options.standalone:
         return None
-    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1 and options.nodes is None:
+    if "SLURM_PROCID" in environment and _num_slurm_tasks(environment) > 1 and options.nodes is None:
         return _slurm_membership(options, environment)
-    if options.rdzv_endpoint is None or num_nodes == 1 or options.node_rank is None:
+    if options.rdzv_endpoint is None or num_nodes == 1:
         return None
-    _, port = endpoint(options.rdzv_endpoint)
+    host, port = endpoint(options.rdzv_endpoint)
+    if options.node_rank is None:
+        if host in _LOOPBACK:
+            return None
+        raise UserError(
+            f"--rdzv-endpoint {options.rdzv_endpoint} is on another host, and which node this is was not told",
+            where="command line",
+            mend="give --node-rank N, a different N on each host; or --standalone for all nodes on this machine",
+        )
     return Membership(
         name=options.rdzv_id or "rdzv",
         node_rank=options.node_rank,
@@ -121,26 +136,43 @@ def endpoint(text: str) -> tuple[str, int]:
 
 def slurm_hosts(node_list: str) -> tuple[str, ...]:
     """The hosts of a Slurm node list, `gpu[01-03,07],login1`. Raises UserError for what cannot be read."""
+    try:
+        return tuple(host for part in _split_outside_brackets(node_list) for host in _expanded(part))
+    except ValueError:
+        raise UserError(
+            f"the node list {node_list!r} cannot be read", where="SLURM_NODELIST", mend="give --nnodes"
+        ) from None
+
+
+def _expanded(part: str) -> list[str]:
+    """`rack[1-2]n[01-02]` has several brackets; the last one counts fastest. Raises ValueError."""
+    head, bracket, rest = part.partition("[")
+    if "]" in head:
+        raise ValueError(part)
+    if not bracket:
+        return [part]
+    body, closing, tail = rest.partition("]")
+    if not closing or not body:
+        raise ValueError(part)
     hosts: list[str] = []
-    for part in _split_outside_brackets(node_list):
-        head, bracket, rest = part.partition("[")
-        if not bracket:
-            hosts.append(part)
-            continue
-        body, closing, tail = rest.partition("]")
-        if not closing or "[" in tail:
-            raise UserError(f"the node list {node_list!r} cannot be read", where="SLURM_NODELIST", mend="give --nnodes")
-        for item in body.split(","):
-            first, _, last = item.partition("-")
-            for number in range(int(first), int(last or first) + 1):
-                hosts.append(f"{head}{number:0{len(first)}d}{tail}")
-    return tuple(hosts)
+    for item in body.split(","):
+        first, _, last = item.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            hosts += [f"{head}{number:0{len(first)}d}{end}" for end in _expanded(tail)]
+    return hosts
+
+
+def _num_slurm_tasks(environment: Mapping[str, str]) -> int:
+    """Tasks of this step; 1 outside of a step."""
+    if "SLURM_STEP_ID" not in environment and "SLURM_STEPID" not in environment:
+        return 1
+    return int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or "1")
 
 
 def _slurm_membership(options: RunOptions, environment: Mapping[str, str]) -> Membership:
     hosts = slurm_hosts(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", ""))
     node_rank = int(environment["SLURM_PROCID"])
-    num_nodes = int(environment.get("SLURM_NTASKS", str(len(hosts))))
+    num_nodes = _num_slurm_tasks(environment)
     port = endpoint(options.rdzv_endpoint)[1] if options.rdzv_endpoint else 0
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", "0"))
     return Membership(
@@ -157,7 +189,9 @@ def _nnodes(text: str) -> int:
     """torchrun's N or MIN:MAX. The world does not change its size yet, so of a range the larger number is taken."""
     low, _, high = text.partition(":")
     if not low.isdigit() or (high and not high.isdigit()) or int(high or low) < max(1, int(low)):
-        raise UserError(f"{text!r} is not a number of nodes", where="--nnodes", mend="write N or MIN:MAX, for example 2")
+        raise UserError(
+            f"{text!r} is not a number of nodes", where="--nnodes", mend="write N or MIN:MAX, for example 2"
+        )
     return int(high or low)
 
 

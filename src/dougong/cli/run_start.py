@@ -48,6 +48,8 @@ def start(options: RunOptions) -> int:
         from dougong.cli.run_member import join
 
         return join(options, member, command)
+    if options.reference is not None:
+        load_settings(run_directory(options.reference.resolve()))
     _check_cpus(wanted, options)
     _check_port(options.master_port)
     chaos = _chaos(options)
@@ -56,7 +58,9 @@ def start(options: RunOptions) -> int:
     if chaos is not None:
         resolve(chaos, world_size=settings.world_size, nodes=settings.nodes)  # a wrong target shows before the start
     write_run(run, settings)
-    return supervise(run, settings, chaos=chaos, is_resume=False)
+    if options.reference is not None:
+        (run.root / "reference").write_text(f"{options.reference.resolve()}\n")
+    return supervise(run, settings, chaos=chaos, is_resume=False, wants_score=not options.no_score)
 
 
 def go_on(options: RunOptions) -> int:
@@ -79,10 +83,12 @@ def go_on(options: RunOptions) -> int:
         )
     for mark in (run.root / "nodes").glob("*.down"):
         mark.unlink()
-    return supervise(run, settings, chaos=_chaos(options), is_resume=True)
+    return supervise(run, settings, chaos=_chaos(options), is_resume=True, wants_score=not options.no_score)
 
 
-def supervise(run: RunDirectory, settings: RunSettings, *, chaos: Chaos | None, is_resume: bool) -> int:
+def supervise(
+    run: RunDirectory, settings: RunSettings, *, chaos: Chaos | None, is_resume: bool, wants_score: bool
+) -> int:
     """Launch, watch, inject what is to be injected; then say how it went."""
     launcher = Launcher(run, is_resume=is_resume, view=_view(run, settings))
     injector = None
@@ -96,7 +102,7 @@ def supervise(run: RunDirectory, settings: RunSettings, *, chaos: Chaos | None, 
     finally:
         if injector is not None:
             injector.stop()
-    _say_how_it_went(run, code)
+    _say_how_it_went(run, code, wants_score=wants_score)
     return code
 
 
@@ -150,9 +156,7 @@ def write_run(run: RunDirectory, settings: RunSettings) -> None:
         ) from error
 
 
-def _nodes(
-    options: RunOptions, wanted: Shape
-) -> tuple[tuple[str, ...], tuple[str, ...], str, float | None, str]:
+def _nodes(options: RunOptions, wanted: Shape) -> tuple[tuple[str, ...], tuple[str, ...], str, float | None, str]:
     """Component paths of the active and the spare nodes, the cluster's name, and the peak of one rank's accelerator."""
     count = wanted.num_nodes + options.spares
     if options.cluster is None:
@@ -228,19 +232,17 @@ def _chaos(options: RunOptions) -> Chaos | None:
     return load_chaos(path)
 
 
-def _injector(run: RunDirectory, settings: RunSettings, chaos: Chaos, launcher: Launcher):  # noqa: ANN202
+def _injector(run: RunDirectory, settings: RunSettings, chaos: Chaos, launcher: Launcher):
     from dougong.backend.local.nodes import LocalNodes
     from dougong.run.chaos import Injector, Reach
 
     clock = SystemClock()
     memory_root = Path(settings.memory_root)
 
-    def directory_of(component: str):  # noqa: ANN202
+    def directory_of(component: str):
         return node_directory(settings.run_id, component, memory_root=memory_root)
 
-    door = LocalNodes(
-        run.root, run_id=settings.run_id, memory_of=lambda component: directory_of(component).root
-    )
+    door = LocalNodes(run.root, run_id=settings.run_id, memory_of=lambda component: directory_of(component).root)
     return Injector(
         resolve(chaos, world_size=settings.world_size, nodes=settings.nodes),
         seed=chaos.seed,
@@ -267,10 +269,11 @@ def _view(run: RunDirectory, settings: RunSettings) -> View:
     return cast("View", PlainView(figures, rank_0_log=run.logs / "rank-0.log"))
 
 
-def _say_how_it_went(run: RunDirectory, code: int) -> None:
+def _say_how_it_went(run: RunDirectory, code: int, *, wants_score: bool) -> None:
     from dougong.cli.score import print_scorecard, write_report
 
-    print_scorecard(run.root)
+    if wants_score:
+        print_scorecard(run.root)
     report = write_report(run.root)
     click.echo(f"report: {_shown(report)}", err=True)
     if code == 130:
@@ -290,6 +293,12 @@ def _new_run_directory(wanted: Path | None) -> RunDirectory:
         raise UserError(
             f"{_shown(run.root)} exists and is not an empty directory", where="--run-dir", mend="give another directory"
         )
+    check_writable(run)
+    return run
+
+
+def check_writable(run: RunDirectory) -> None:
+    """Make the run directory. Raises UserError if the disk does not take it."""
     try:
         run.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -298,7 +307,6 @@ def _new_run_directory(wanted: Path | None) -> RunDirectory:
             where="--run-dir",
             mend="give a directory on a disk that is writable and not full",
         ) from error
-    return run
 
 
 def _checkpoint_url(options: RunOptions, run: RunDirectory) -> str:
@@ -329,4 +337,3 @@ def _shown(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-

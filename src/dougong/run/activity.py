@@ -28,7 +28,8 @@ class ActivityState(msgspec.Struct, frozen=True, kw_only=True):
 def advance(state: ActivityState | None, reading: Reading | None, *, now_s: float) -> ActivityState | None:
     """The state after another reading. None = the process is gone.
 
-    A sleep on a timer counts as doing something, since it will end, but only for a while: a loop of sleeps may be a hang.
+    A sleep on a timer counts as doing something, since it will end, but only for a while: a loop of sleeps may be a
+    hang.
     """
     if reading is None:
         return None

@@ -1,7 +1,8 @@
-"""The agent of one node: starts, watches and ends its workers, keeps their memory checkpoints, and tells the controller.
+"""The agent of one node: starts, watches and ends its workers, keeps their memory checkpoints, and tells the
+controller.
 
-It decides nothing. When the controller is away it keeps everything and tells it again; when the agent itself was killed, the next one
-takes over the running workers from `workers.json`.
+It decides nothing. When the controller is away it keeps everything and tells it again; when the agent itself was
+killed, the next one takes over the running workers from `workers.json`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,14 @@ class Agent:
     """One node's agent. `run()` returns when the run is over or the controller stays away too long."""
 
     def __init__(
-        self, component: str, *, run: RunDirectory, node: NodeDirectory, settings: RunSettings, token: bytes, clock: Clock
+        self,
+        component: str,
+        *,
+        run: RunDirectory,
+        node: NodeDirectory,
+        settings: RunSettings,
+        token: bytes,
+        clock: Clock,
     ) -> None:
         self._component = component
         self._run = run
@@ -116,7 +124,7 @@ class Agent:
             connection = await wire.connect(address.host, address.port, token=self._token)
         except (OSError, msgspec.MsgspecError, wire.WireBroken):
             return
-        connection.send(self._hello())
+        connection.send(self._hello(connection.own_host))
         for worker in self._workers.values():
             worker.num_drained = 0
         for message in self._told:
@@ -134,11 +142,11 @@ class Agent:
             self._connection = None
             connection.close()
 
-    def _hello(self) -> wire.Hello:
+    def _hello(self, own_host: str) -> wire.Hello:
         return wire.Hello(
             component=self._component,
             pid=os.getpid(),
-            address=_own_address(self._settings),
+            address=own_host,
             num_slots=self._settings.procs_per_node,
             free_port=free_port(_listen_host(self._settings)),
             workers=tuple(worker.worker for worker in self._workers.values()),
@@ -427,9 +435,7 @@ class Agent:
             if records:
                 on_wall = tuple(_shifted(record, offset_ns) for record in records)
                 running = worker.worker
-                self._tell(
-                    wire.Steps(rank=running.rank, generation=running.generation, records=on_wall), is_kept=False
-                )
+                self._tell(wire.Steps(rank=running.rank, generation=running.generation, records=on_wall), is_kept=False)
 
     def _on_exit(self, rank: int, pidfd: int) -> None:
         asyncio.get_running_loop().remove_reader(pidfd)
@@ -438,7 +444,8 @@ class Agent:
             self._spawn(self._bury(worker))
 
     async def _bury(self, worker: _Worker) -> None:
-        """Say how a worker ended, after its last letters and steps. A moment is given to the zygote to say the exit code."""
+        """Say how a worker ended, after its last letters and steps. A moment is given to the zygote to say the exit
+        code."""
         time_ns = self._clock.wall_ns()
         deadline_s = self._now_s() + 0.2
         while worker.worker.pid not in self._exits and self._now_s() < deadline_s and self._zygote is not None:
@@ -524,10 +531,6 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
-
-
-def _own_address(settings: RunSettings) -> str:
-    return "127.0.0.1" if settings.backend == "local" else socket.gethostname()
 
 
 def _listen_host(settings: RunSettings) -> str:

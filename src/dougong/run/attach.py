@@ -53,10 +53,11 @@ def attach(
 ) -> Job:
     """A job whose whole state is saved and restored by Dougong.
 
-    `data` is any iterable of batches; one with `state_dict()` and `load_state_dict()` (StatefulDataLoader) is asked for its
-    position itself. `others` are further objects with the same two methods (a gradient scaler, an EMA model …).
-    `model_flop_per_token` is what MFU counts; without it, 6 FLOP per parameter and token are assumed and the score says so.
-    Under plain Python or torchrun the loop runs just the same, without saving. Raises UserError for an object without state.
+    `data` is any iterable of batches; one with `state_dict()` and `load_state_dict()` (StatefulDataLoader) is asked
+    for its position itself. `others` are further objects with the same two methods (a gradient scaler, an EMA model
+    …). `model_flop_per_token` is what MFU counts; without it, 6 FLOP per parameter and token are assumed and the
+    score says so. Under plain Python or torchrun the loop runs just the same, without saving. Raises UserError for an
+    object without state.
     """
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, **others}
     present = {name: part for name, part in parts.items() if part is not None}
@@ -130,7 +131,8 @@ class Job:
             post(place.node.outbox(place.rank), letter)
 
     def steps(self, *, until: int | None = None) -> Iterator[Step]:
-        """The steps still to do: up to number `until`, beginning new epochs of the data as needed; without it, one epoch.
+        """The steps still to do: up to number `until`, beginning new epochs of the data as needed; without it, one
+        epoch.
 
         Everything between two steps (evaluation, logging) belongs to the step before: a restart does not do it again.
         """
@@ -299,9 +301,7 @@ class Job:
                 return read_tree(self._files.read(step=place.restore_step))
             case "durable":
                 storage, root = manifest.storage_at(place.checkpoint_url)
-                return read_state(
-                    place=storage, directory=f"{root}/{place.restore_directory}", rank=place.rank
-                )
+                return read_state(place=storage, directory=f"{root}/{place.restore_directory}", rank=place.rank)
 
     def _next_batch(self, *, is_endless: bool) -> Any:
         if self._data is None:
@@ -334,7 +334,11 @@ class Step:
         self._batch = batch
 
     def record(
-        self, *, loss: float | torch.Tensor | None = None, tokens: int | None = None, samples: Sequence[int] | None = None
+        self,
+        *,
+        loss: float | torch.Tensor | None = None,
+        tokens: int | None = None,
+        samples: Sequence[int] | None = None,
     ) -> None:
         """Tell what this rank did in this step: its loss, the tokens it trained on, the ids of its samples."""
         self.loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
@@ -390,7 +394,7 @@ def measure_gemm_flop_per_s(*, size: int = 1024, duration_s: float = 0.5) -> tup
     end_ns = time.monotonic_ns() + round(duration_s * 1e9)
     while time.monotonic_ns() < end_ns:
         began_ns = time.monotonic_ns()
-        left @ right
+        torch.matmul(left, right)
         if device.type == "cuda":
             torch.cuda.synchronize()
         best_s = min(best_s, (time.monotonic_ns() - began_ns) / 1e9)

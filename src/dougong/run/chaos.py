@@ -1,7 +1,8 @@
 """Replay a schedule of faults on the real processes of a run.
 
-The injector stands outside of the system under test: it reads the event log to know where the job is, and harms processes and files as
-an accident would. Each fault is written to the event stream `chaos` with the time just before it was done: its true onset.
+The injector stands outside of the system under test: it reads the event log to know where the job is, and harms
+processes and files as an accident would. Each fault is written to the event stream `chaos` with the time just before
+it was done: its true onset.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from dougong.event.log import EventLog
 from dougong.event.tail import Tail
 from dougong.run.layout import NodeDirectory
 from dougong.run.manifest import list_stored
-from dougong.run.page import ControlFault
+from dougong.run.page import ControlFault, Page
 from dougong.run.wire import RunningWorker
 from dougong.spec.chaos import Fault
 
 _POLL_S = 0.02
+_TEAR_POLL_S = 0.001
 
 
 class Reach(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +106,19 @@ class Injector:
             return False
         if fault.at_s is not None:
             return (self._clock.wall_ns() - self._started_ns) / 1e9 >= fault.at_s
-        return self._is_recovered and self._step >= (fault.at_step or 0)
+        return self._is_recovered and self._current_step() >= (fault.at_step or 0)
+
+    def _current_step(self) -> int:
+        """What every rank has finished, read from the heartbeat pages: the events come only once a second."""
+        steps: list[int] = []
+        for placed in self._placement:
+            try:
+                page = Page.open(self._reach.node_directory(placed.component).page(placed.rank))
+            except (OSError, ValueError):
+                return self._step
+            steps.append(page.step)
+            page.close()
+        return min(steps, default=self._step)
 
     def _look(self) -> None:
         for record in self._tail.poll():
@@ -206,7 +220,7 @@ class Injector:
                 self._onset_ns = self._clock.wall_ns()
                 process.kill(worker.pid, signal.SIGKILL)
                 return placed.component, f"SIGKILL to process {worker.pid} while it wrote {torn[0].directory}"
-            self._stop.wait(0.001)
+            self._stop.wait(_TEAR_POLL_S)
         raise LookupError("the run ended first")
 
     def _node(self, fault: Fault) -> str:
@@ -220,5 +234,3 @@ class Injector:
         listed = self._reach.node_directory(placed.component).workers.read_bytes()
         workers = msgspec.json.decode(listed, type=tuple[RunningWorker, ...])
         return placed, next(worker for worker in workers if worker.rank == fault.rank)
-
-

@@ -1,4 +1,5 @@
-"""The controller's side of durable checkpoints: who has written what, when it may be committed, and what may be deleted."""
+"""The controller's side of durable checkpoints: who has written what, when it may be committed, and what may be
+deleted."""
 
 from __future__ import annotations
 
@@ -116,9 +117,7 @@ def newest_good(url: str) -> tuple[tuple[int, str] | None, tuple[CheckpointRejec
             reason = error.reason if isinstance(error, CheckpointDamaged) else str(error)
             if isinstance(error, CheckpointDamaged) and stored.is_committed and not stored.is_rejected:
                 _mark_rejected(url, stored, reason)
-            rejected.append(
-                CheckpointRejected(step=stored.step, tier="durable", path=stored.directory, reason=reason)
-            )
+            rejected.append(CheckpointRejected(step=stored.step, tier="durable", path=stored.directory, reason=reason))
             continue
         return (stored.step, stored.directory), tuple(rejected)
     return None, tuple(rejected)

@@ -6,6 +6,7 @@ It holds no state that is not in the event log or with the agents, so one that w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Coroutine
@@ -133,7 +134,7 @@ class Controller:
         self._begin()
         server = await asyncio.start_server(self._accept, self._settings.listen_host, self._settings.listen_port)
         host, port = server.sockets[0].getsockname()[:2]
-        address = Address(host=self._settings.listen_host if host == "0.0.0.0" else host, port=port)
+        address = Address(host=self._settings.advertised_host or host, port=port)
         write_atomically(self._run.address, msgspec.json.encode(address), mode=0o600)
         on_listening(address)
         try:
@@ -141,10 +142,8 @@ class Controller:
                 await self._step()
                 if self._failure is not None:
                     raise self._failure
-                try:
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), _TICK_S)
-                except TimeoutError:
-                    pass
                 self._wake.clear()
         finally:
             server.close()
@@ -247,6 +246,7 @@ class Controller:
                     is_connected=node.connection is not None,
                     is_lost=node.is_lost,
                     is_ready=not self._is_resume or self._status != "gathering" or node.component in self._killed,
+                    was_connected=node.was_connected or self._history.is_started,
                     silent_s=0.0 if node.connection is not None else now_s - node.gone_since_s,
                     is_agent_asked=node.is_agent_asked,
                 )
@@ -358,7 +358,11 @@ class Controller:
         detail = "ended while its agent was away"
         self._add_loss(
             rules.Loss(
-                rank=placed.rank, component=placed.component, cause_class="crash", detail=detail, order=(0, self._wall_ns())
+                rank=placed.rank,
+                component=placed.component,
+                cause_class="crash",
+                detail=detail,
+                order=(0, self._wall_ns()),
             )
         )
 
@@ -399,9 +403,7 @@ class Controller:
                 if message.generation == self._generation:
                     rank = next(p.rank for p in self._placement if p.component == node.component)
                     detail = f"its node could not start it: {message.reason}"
-                    self._add_loss(
-                        rules.Loss(rank=rank, component=node.component, cause_class="host", detail=detail)
-                    )
+                    self._add_loss(rules.Loss(rank=rank, component=node.component, cause_class="host", detail=detail))
             case wire.Killed():
                 if message.generation >= self._generation:
                     node.verified = message.snapshots
@@ -434,7 +436,9 @@ class Controller:
                     [point[1] for point in points],
                     [point[2] for point in points],
                 )
-        self._last_stall_s = max((r.checkpoint_stall_ns / 1e9 for r in fresh if r.checkpoint_stall_ns), default=self._last_stall_s)
+        self._last_stall_s = max(
+            (r.checkpoint_stall_ns / 1e9 for r in fresh if r.checkpoint_stall_ns), default=self._last_stall_s
+        )
         if self._progress.max_step > before_max:
             self._num_fruitless = 0
         if self._progress.last_step > before and not self._is_resumed:
@@ -466,7 +470,9 @@ class Controller:
     def _hear_end(self, node: _Node, message: wire.WorkerEnded) -> None:
         if message.generation != self._generation:
             return
-        if message.exit_code == 0 or (message.exit_code is None and message.signal is None and self._is_over(message.rank)):
+        if message.exit_code == 0 or (
+            message.exit_code is None and message.signal is None and self._is_over(message.rank)
+        ):
             self._finished.add(message.rank)
             return
         if self._stop_since_s is not None and self._is_stop_sent and not self._is_attached:
@@ -800,7 +806,9 @@ class Controller:
         elif self._is_attached and waited_s > _STOP_S:
             self._stopped.update(placed.rank for placed in self._placement)
             self._record(
-                kinds.WarningRaised(component="run", text=f"not every rank saved within {_STOP_S:g} s; stopped as it is")
+                kinds.WarningRaised(
+                    component="run", text=f"not every rank saved within {_STOP_S:g} s; stopped as it is"
+                )
             )
 
     def _highest_step(self) -> int:
@@ -874,5 +882,3 @@ def _loss_of_error(letter: letters.ErrorRaised, component: str) -> rules.Loss:
         onset_ns=letter.time_ns,
         traceback=letter.traceback,
     )
-
-

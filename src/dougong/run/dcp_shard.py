@@ -1,8 +1,8 @@
 """A rank's part of a durable checkpoint, in the layout of torch.distributed.checkpoint (DCP).
 
-Every tensor is one `torch.save` record in a `.distcp` file, and `.metadata` says where each lies, so plain `dcp.load` reads
-the checkpoint. `.metadata` is a pickle by DCP's design: it is written here, and read back only through an unpickler that knows
-DCP's own classes and nothing else.
+Every tensor is one `torch.save` record in a `.distcp` file, and `.metadata` says where each lies, so plain `dcp.load`
+reads the checkpoint. `.metadata` is a pickle by DCP's design: it is written here, and read back only through an
+unpickler that knows DCP's own classes and nothing else.
 
 Source of the layout: torch/distributed/checkpoint/filesystem.py and metadata.py of torch 2.13.
 """
@@ -274,9 +274,7 @@ def _write_tensors(
             name, key_path = names[index], key_paths[index]
             if name != ".".join(map(str, key_path)):
                 key_path = (f"rank{rank}", *key_path)
-            items.append(
-                ItemRecord(name, key_path, file_name, file.num_bytes, blob.tell(), record.dtype, record.shape)
-            )
+            items.append(ItemRecord(name, key_path, file_name, file.num_bytes, blob.tell(), record.dtype, record.shape))
             file.write(blob.getbuffer())
         if rank == 0:
             for name, key_path, value in plain:

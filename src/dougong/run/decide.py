@@ -1,7 +1,7 @@
 """What to do next with a job: a pure function from what is known to one decision with its reason.
 
-The controller loads the state, asks `decide`, and applies the answer; then again. Nothing here touches the world, so every
-path can be tested without a process.
+The controller loads the state, asks `decide`, and applies the answer; then again. Nothing here touches the world, so
+every path can be tested without a process.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     is_lost: bool
     is_ready: bool = True
     """Nothing of an earlier start runs on it any more."""
+    was_connected: bool = True
     silent_s: float = 0.0
     is_agent_asked: bool = False
     """A new agent was asked for and its backend did not refuse."""
@@ -209,7 +210,7 @@ def _about_nodes(view: JobView, policy: Policy) -> Decision | None:
             continue
         if not node.is_agent_asked:
             return RestartAgent(component=node.component, reason="its agent is not there")
-        if node.silent_s > policy.node_grace_s:
+        if node.silent_s > (policy.node_grace_s if node.was_connected else policy.join_s):
             return LoseNode(component=node.component, reason=f"no agent answers since {node.silent_s:.1f} s")
     return None
 
@@ -275,7 +276,9 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
     if placement is None:
         if view.gathering_s > policy.spare_wait_s or all(node.is_lost or node.is_connected for node in view.nodes):
             lost = [node.component for node in view.nodes if node.is_lost]
-            return GiveUp(reason=f"not enough nodes: {view.num_nodes} needed, lost {', '.join(lost) or 'none'}, no spare left")
+            return GiveUp(
+                reason=f"not enough nodes: {view.num_nodes} needed, lost {', '.join(lost) or 'none'}, no spare left"
+            )
         return Wait(reason="waiting for nodes")
     if view.generation == 0:
         return Place(placement=placement, rung="first", backoff_s=0.0, reason="all nodes are there")

@@ -1,8 +1,9 @@
 """Is a rank, or the whole job, hanging? Pure rules over what the agents see.
 
-Time alone cannot tell a hang from a long save, so the rule also asks what the processes do. A rank is *active* while any of
-its processes uses the CPU or the disk, or sleeps on a timer that will ring. Ranks of one job wait for each other, so a rank
-that waits for a busy one looks idle too: the job hangs only when no rank has made progress and no rank is active.
+Time alone cannot tell a hang from a long save, so the rule also asks what the processes do. A rank is *active* while
+any of its processes uses the CPU or the disk, or sleeps on a timer that will ring. Ranks of one job wait for each
+other, so a rank that waits for a busy one looks idle too: the job hangs only when no rank has made progress and no
+rank is active.
 """
 
 from __future__ import annotations

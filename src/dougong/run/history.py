@@ -21,8 +21,8 @@ from dougong.event.kinds import (
     NodeRepaired,
     PeakDescribed,
     Placed,
-    RecoveryDecided,
     Recorded,
+    RecoveryDecided,
     StateRestored,
     StepFinished,
     WorkerLost,
@@ -33,6 +33,7 @@ class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
     """The fold of a job's events, as far as a controller needs it."""
 
     is_created: bool = False
+    num_starts: int = 0
     is_started: bool = False
     is_ended: bool = False
     """Finished, failed or stopped, and not started again since."""
@@ -71,7 +72,15 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
         case JobCreated():
             return change(history, is_created=True)
         case JobStarted():
-            return change(history, is_started=True, is_ended=False, end="", num_restarts=0, num_fruitless=0)
+            return change(
+                history,
+                is_started=True,
+                is_ended=False,
+                end="",
+                num_starts=history.num_starts + 1,
+                num_restarts=0,
+                num_fruitless=0,
+            )
         case ControllerStarted():
             return change(history, num_controllers=history.num_controllers + 1)
         case GenerationStarted() as event:

@@ -93,20 +93,25 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Replace `path` by `content` so that a reader sees the old or the new, and a crash leaves one of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    fd = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
-        view = memoryview(content)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
+        _write_synced(staging, content, mode=mode)
+        os.replace(staging, path)
     except BaseException:
-        os.close(fd)
         staging.unlink(missing_ok=True)
         raise
-    os.close(fd)
-    os.replace(staging, path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _write_synced(path: Path, content: bytes, *, mode: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,7 +1,7 @@
 """Letters between a worker and its agent: rare, larger than a heartbeat word, and safe across the death of either.
 
-A letter is a file in a small directory in shared memory, named so that they sort in the order of writing, made by rename.
-An agent that was killed finds them when it is back.
+A letter is a file in a small directory in shared memory, named so that they sort in the order of writing, made by
+rename. An agent that was killed finds them when it is back.
 """
 
 from __future__ import annotations

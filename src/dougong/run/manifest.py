@@ -9,8 +9,8 @@ checkpoints/step-000000100-g003/
     COMMIT                  the checksum of manifest.json; a checkpoint without it does not exist
 ```
 
-A directory is never reused: its name carries the generation that wrote it. So a half-written one is never in the way, and
-nothing has to be renamed, which object stores cannot do.
+A directory is never reused: its name carries the generation that wrote it. So a half-written one is never in the way,
+and nothing has to be renamed, which object stores cannot do.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LocalPlace:
     """A local or mounted file system, with fsync of file and directory."""
 
     def open_read(self, path: str) -> Any:
-        return open(path, "rb")  # noqa: SIM115 - the caller closes it
+        return open(path, "rb")
 
     def write(self, path: str, content: bytes) -> None:
         from pathlib import Path
@@ -165,7 +165,7 @@ def storage_at(url: str) -> tuple[Place, str]:
 
         raise MissingExtra("fsspec", extra="train", needed_for=f"checkpoints at {url}") from None
     try:
-        filesystem, path = cast("tuple[Any, str]", fsspec.core.url_to_fs(url))
+        filesystem, path = cast("tuple[Any, str]", cast("Any", fsspec.core).url_to_fs(url))
     except (ValueError, ImportError) as error:
         raise UserError(
             f"checkpoints cannot be kept at {url!r}: {error}",
@@ -216,7 +216,9 @@ def read_manifest(url: str, directory: str) -> Manifest:
     except msgspec.MsgspecError as error:
         raise CheckpointDamaged(path, reason=f"manifest.json cannot be read: {error}") from error
     if manifest.format_version != FORMAT_VERSION:
-        raise CheckpointDamaged(path, reason=f"format version {manifest.format_version}, this program reads {FORMAT_VERSION}")
+        raise CheckpointDamaged(
+            path, reason=f"format version {manifest.format_version}, this program reads {FORMAT_VERSION}"
+        )
     return manifest
 
 

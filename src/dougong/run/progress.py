@@ -62,13 +62,10 @@ class JobProgress:
         span_s = (_end_ns(self._complete[-1]) - _begin_ns(self._complete[0])) / 1e9
         if not is_forced and span_s < _RANGE_S:
             return ()
-        redo = [ranks for ranks in self._complete if _step(ranks) <= self._redo_until]
-        fresh = [ranks for ranks in self._complete if _step(ranks) > self._redo_until]
+        runs = _runs(self._complete, redo_until=self._redo_until)
         self._complete.clear()
         return tuple(
-            _range(part, generation=self._generation, is_redo=is_redo)
-            for part, is_redo in ((redo, True), (fresh, False))
-            if part
+            _range(run, generation=self._generation, is_redo=_step(run[0]) <= self._redo_until) for run in runs
         )
 
     def learnt(self) -> StepTimes:
@@ -95,6 +92,18 @@ class JobProgress:
             gap_s = (_end_ns(ranks) - self._last_end_ns) / 1e9
             self._longest_gap_s = max(self._longest_gap_s or 0.0, gap_s)
         self._last_end_ns = _end_ns(ranks)
+
+
+def _runs(complete: list[dict[int, StepRecord]], *, redo_until: int) -> list[list[dict[int, StepRecord]]]:
+    """Consecutive steps of one sort. There is a gap where a page's ring overflowed while nobody read it."""
+    runs: list[list[dict[int, StepRecord]]] = []
+    for ranks in complete:
+        step = _step(ranks)
+        if runs and step == _step(runs[-1][-1]) + 1 and step != redo_until + 1:
+            runs[-1].append(ranks)
+        else:
+            runs.append([ranks])
+    return runs
 
 
 def _range(parts: list[dict[int, StepRecord]], *, generation: int, is_redo: bool) -> StepFinished:

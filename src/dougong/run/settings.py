@@ -26,6 +26,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long a node may be silent before it counts as lost, if its backend cannot tell."""
     gather_s: float = 30.0
     """How long a start waits for the nodes chosen to train before a spare takes their place."""
+    join_s: float = 60.0
+    """How long a node that was never there may take to come."""
     spare_wait_s: float = 60.0
     """How long to wait for a node when none is left to take a lost one's place."""
     teardown_s: float = 10.0
@@ -79,6 +81,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     peak_source: str = ""
     listen_host: str = "127.0.0.1"
     listen_port: int = 0
+    advertised_host: str = ""
+    """How others reach this host, if the controller listens beyond loopback."""
     master_port: int = 0
     webhook_url: str = ""
     is_chaos: bool = False

@@ -1,7 +1,8 @@
 """Memory checkpoints of one rank: two buffers in shared memory and a page that says which of them is whole.
 
-The files belong to the node, not to the worker, so they outlive it. A buffer is declared void before it is written and valid,
-with its checksum, after; the other one stays valid meanwhile. So a worker killed at any moment leaves the newest or the one before.
+The files belong to the node, not to the worker, so they outlive it. A buffer is declared void before it is written
+and valid, with its checksum, after; the other one stays valid meanwhile. So a worker killed at any moment leaves the
+newest or the one before.
 
 This module knows bytes only. What they mean is in `dougong.run.state`.
 """
@@ -89,7 +90,8 @@ class SnapshotFiles:
         )
 
     def slots(self) -> tuple[Slot, ...]:
-        """The valid buffers, newest first: after a roll-back a higher step of an earlier generation is the older one."""
+        """The valid buffers, newest first: after a roll-back a higher step of an earlier generation is the older
+        one."""
         try:
             content = self._page_path().read_bytes()
         except FileNotFoundError:

@@ -46,7 +46,9 @@ def name_culprit(stacks: Mapping[int, str], *, suspect: int) -> tuple[int, str]:
 
     With several such ranks, or none, the suspect stays.
     """
-    outside = [rank for rank, text in sorted(stacks.items()) if (frames := main_frames(text)) and not _is_waiting(frames)]
+    outside = [
+        rank for rank, text in sorted(stacks.items()) if (frames := main_frames(text)) and not _is_waiting(frames)
+    ]
     if len(outside) == 1:
         where = main_frames(stacks[outside[0]])[0]
         return outside[0], f"rank {outside[0]} is at {where}; the others wait for it"
@@ -69,7 +71,8 @@ def main_frames(text: str) -> tuple[str, ...]:
 
 
 def _is_waiting(frames: Sequence[str]) -> bool:
-    return any(mark in frame for frame in frames[:4] for mark in _WAITING)
+    """Only the innermost frame tells: a model's own code runs below frames of DDP and autograd too."""
+    return any(mark in frames[0] for mark in _WAITING)
 
 
 def _py_spy() -> str | None:

@@ -1,7 +1,7 @@
 """The state of one rank: gathered from the live objects, written into a memory checkpoint, and put back.
 
-State = model, optimizer, scheduler, data position, any further object with `state_dict()`, the random number generators of
-Python, NumPy, torch and CUDA, the step and the token count.
+State = model, optimizer, scheduler, data position, any further object with `state_dict()`, the random number
+generators of Python, NumPy, torch and CUDA, the step and the token count.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
 
 
-def gather(
-    parts: Mapping[str, Any], *, data: Mapping[str, Any] | None, progress: Progress
-) -> dict[str, Any]:
+def gather(parts: Mapping[str, Any], *, data: Mapping[str, Any] | None, progress: Progress) -> dict[str, Any]:
     """The state tree: one branch per part, with references to the live tensors, not copies."""
     tree: dict[str, Any] = {name: _unwrapped(part).state_dict() for name, part in parts.items()}
     tree["rng"] = rng_state()
@@ -143,8 +141,9 @@ def view_of(buffer: memoryview, start: int, record: TensorRecord) -> Any:
 class Replication(msgspec.Struct, frozen=True, kw_only=True):
     """Which of a rank's tensors are the same on all ranks.
 
-    `of_rank_0`: buffers that DDP copies from rank 0 before each forward, so rank 0's are the true ones. `of_each_rank`: buffers
-    that DDP was told to leave alone (`broadcast_buffers=False`). Names are dotted paths in the state tree.
+    `of_rank_0`: buffers that DDP copies from rank 0 before each forward, so rank 0's are the true ones.
+    `of_each_rank`: buffers that DDP was told to leave alone (`broadcast_buffers=False`). Names are dotted paths in
+    the state tree.
     """
 
     is_replicated: bool
@@ -159,7 +158,7 @@ def replication(parts: Mapping[str, Any], *, world_size: int) -> Replication:
         return Replication(is_replicated=True)
     if not isinstance(model, DistributedDataParallel):
         return Replication(is_replicated=False)
-    buffers = frozenset(f"model.{name}" for name, _ in model.module.named_buffers())
+    buffers = frozenset(f"model.{name}" for name, _ in cast("torch.nn.Module", model.module).named_buffers())
     if model.broadcast_buffers:
         return Replication(is_replicated=True, of_rank_0=buffers)
     return Replication(is_replicated=True, of_each_rank=buffers)
@@ -171,7 +170,7 @@ def num_parameters(model: Any) -> int:
 
 def _unwrapped(part: Any) -> Any:
     """DDP's inner module, so that a checkpoint loads without DDP too."""
-    return part.module if isinstance(part, DistributedDataParallel) else part
+    return cast("Any", part.module) if isinstance(part, DistributedDataParallel) else part
 
 
 def rng_state() -> dict[str, Any]:

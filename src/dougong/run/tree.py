@@ -1,7 +1,8 @@
 """Trees of plain values with tensors as leaves, to bytes and back, without pickle.
 
-`state_dict()`s are dicts, lists, tuples, numbers, strings and tensors. `dismantle` splits a tree into a skeleton (msgpack) and
-its leaves; `assemble` puts them together. A value of another type is a user's mistake that names the place in the state.
+`state_dict()`s are dicts, lists, tuples, numbers, strings and tensors. `dismantle` splits a tree into a skeleton
+(msgpack) and its leaves; `assemble` puts them together. A value of another type is a user's mistake that names the
+place in the state.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def dismantle(tree: object, *, is_leaf: Callable[[object], bool]) -> tuple[bytes
         if type(value) is int:
             return value if -_INT_LIMIT <= value < _INT_LIMIT else ["i", str(value)]
         if isinstance(value, dict):
-            pairs = [[walk(key, path), walk(item, (*path, _step(key)))] for key, item in cast("dict[Any, Any]", value).items()]
+            pairs = [
+                [walk(key, path), walk(item, (*path, _step(key)))]
+                for key, item in cast("dict[Any, Any]", value).items()
+            ]
             return ["o" if isinstance(value, OrderedDict) else "d", pairs]
         if type(value) is list or type(value) is tuple:
             items = [walk(item, (*path, index)) for index, item in enumerate(cast("Sequence[object]", value))]

@@ -29,10 +29,9 @@ def send_webhook(url: str, *, run_id: str, event: WorkerLost) -> tuple[int, str]
         "detail": event.detail,
         "last_step": event.last_step,
     }
-    request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
-    )
+    headers = {"Content-Type": "application/json"}
     try:
+        request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers, method="POST")
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             return int(answer.status), "sent"
     except urllib.error.HTTPError as error:

@@ -1,7 +1,7 @@
 """What controller and agents say to each other: typed msgpack over TCP, after both have proved the per-run token.
 
-Each frame is a 4-byte big-endian length and a msgpack value of one of the unions below; anything else closes the connection.
-The token itself never travels: each side sends a nonce and answers the other's with an HMAC-SHA256.
+Each frame is a 4-byte big-endian length and a msgpack value of one of the unions below; anything else closes the
+connection. The token itself never travels: each side sends a nonce and answers the other's with an HMAC-SHA256.
 """
 
 from __future__ import annotations
@@ -250,6 +250,11 @@ class Connection:
 
     async def receive_for_controller(self) -> AgentMessage:
         return _decoded(self._to_controller, await self._frame())
+
+    @property
+    def own_host(self) -> str:
+        """The address by which the other side sees this one."""
+        return str(self._writer.get_extra_info("sockname")[0])
 
     def close(self) -> None:
         self._writer.close()

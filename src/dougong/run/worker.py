@@ -13,10 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from dougong.run.fork import ForkRequest
 from dougong.run.letters import ErrorRaised, ScriptEnded, post
 from dougong.run.page import ControlFault, Page, Phase, StepRecord
 from dougong.run.place import WorkerPlace, worker_place
-from dougong.run.fork import ForkRequest
 
 if TYPE_CHECKING:
     import torch
@@ -129,14 +129,15 @@ def _exit_code(leaving: SystemExit) -> int:
         return 0
     if isinstance(leaving.code, int):
         return leaving.code
-    print(leaving.code, file=sys.stderr)
+    sys.stderr.write(f"{leaving.code}\n")
     return 1
 
 
 def _report(place: WorkerPlace, error: BaseException) -> None:
     """Write the traceback to the log and, as a letter, to the agent; only the user's frames."""
     text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(text)
+    sys.stderr.flush()
     post(
         place.node.outbox(place.rank),
         ErrorRaised(

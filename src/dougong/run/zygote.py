@@ -1,8 +1,8 @@
 """The zygote of a node: a process that has imported torch, and forks a worker from itself when its agent says so.
 
-Importing torch takes seconds, forking milliseconds. It starts no thread of its own, opens no device and no socket, so a fork
-of it is as good as a new process. Its stdin brings requests, one JSON line each; its stdout says pids and exits. When stdin closes
-(the agent is gone) it ends; its workers live on and are taken over by the next agent.
+Importing torch takes seconds, forking milliseconds. It starts no thread of its own, opens no device and no socket, so
+a fork of it is as good as a new process. Its stdin brings requests, one JSON line each; its stdout says pids and
+exits. When stdin closes (the agent is gone) it ends; its workers live on and are taken over by the next agent.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _serve() -> ForkRequest | None:
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGCHLD, _wake)
     pending = b""
     while True:
         ready, _, _ = select.select([0, wake_read], [], [])
@@ -78,6 +78,10 @@ def _serve() -> ForkRequest | None:
                     _become_worker(request)
                     return request
                 _say(Forked(request=request.request, pid=pid))
+
+
+def _wake(_number: int, _frame: object) -> None:
+    """Only there so that the signal writes to the wake-up pipe."""
 
 
 def _become_worker(request: ForkRequest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,10 @@ from dougong.score.report import render_html
 from dougong.score.scorecard import MAX_LOSSES, Scorecard, Timeline, score_with_timeline
 
 REPORT_NAME = "report.html"
+REFERENCE_NAME = "reference"
 
 _STEP_SERIES = "step_s/rank-"
+_LOSS_PREFIX = "loss/rank-"
 _LOSS_SERIES = "loss/rank-0"
 
 
@@ -34,9 +37,13 @@ def score_run(run_dir: Path, *, reference_dir: Path | None = None) -> tuple[Scor
             mend="name the directory that `dougong run --run-dir` or `dougong simulate --run-dir` was given",
         )
     samples = run_dir / "telemetry"
+    reference_dir = reference_dir or named_reference(run_dir)
     card, timeline = score_with_timeline(
         read(directory), ledger=count_run(run_dir, reference_dir=reference_dir), step_times_s=_step_times_s(samples)
     )
+    if reference_dir is not None:
+        compared, differing = _compare_losses(samples, reference_dir / "telemetry")
+        card = msgspec.structs.replace(card, losses_compared=compared, losses_differing=differing)
     losses = _last_by_step(samples, _LOSS_SERIES)
     if losses:
         timeline = msgspec.structs.replace(timeline, losses=thinned(sorted(losses.items()), max_points=MAX_LOSSES))
@@ -57,6 +64,29 @@ def write_report(run_dir: Path, *, path: Path | None = None, reference_dir: Path
             mend="give a file in a directory that exists and can be written",
         ) from error
     return target
+
+
+def named_reference(run_dir: Path) -> Path | None:
+    """The undisturbed run that `dougong run --reference` named for this one; None if it named none."""
+    try:
+        return Path((run_dir / REFERENCE_NAME).read_text().strip())
+    except FileNotFoundError:
+        return None
+
+
+def _compare_losses(directory: Path, reference: Path) -> tuple[int | None, int | None]:
+    """(steps compared, steps that differ in any bit of any rank's loss); (None, None) without losses in both."""
+    compared: set[int] = set()
+    differing: set[int] = set()
+    for name in telemetry.series(directory):
+        if not name.startswith(_LOSS_PREFIX):
+            continue
+        own, other = _last_by_step(directory, name), _last_by_step(reference, name)
+        common = own.keys() & other.keys()
+        compared |= common
+        # packed, since a NaN is the same as itself here
+        differing |= {step for step in common if struct.pack("<d", own[step]) != struct.pack("<d", other[step])}
+    return (len(compared), len(differing)) if compared else (None, None)
 
 
 def _step_times_s(directory: Path) -> tuple[float, ...] | None:

@@ -155,6 +155,10 @@ class Scorecard(msgspec.Struct, frozen=True, kw_only=True):
     num_accelerators: int | None
     num_nodes: int | None
     unknown_kinds: dict[str, int]
+    losses_compared: int | None = None
+    """Steps of the final trajectory whose loss, of every rank, was compared with the undisturbed run's."""
+    losses_differing: int | None = None
+    """Of those, the ones that are not the same bit for bit."""
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):

@@ -158,6 +158,7 @@ def details(card: Scorecard) -> tuple[Row, ...]:
         Row("Step time p50 / p90 / p99 / max", _step_times(card), card.step_times.source if card.step_times else ""),
         Row("Steps", NOT_MEASURED if card.steps is None else f"{card.steps:,}", f"{card.steps_redone:,} redone"),
         Row("Samples lost / repeated / skipped", _samples(card), "final trajectory against the undisturbed run"),
+        Row("Loss curve", _loss_curve(card), "against the undisturbed run, every rank, every step"),
         Row("Accelerators", NOT_MEASURED if card.num_accelerators is None else f"{card.num_accelerators:,}"),
     )
 
@@ -230,6 +231,14 @@ def _step_times(card: Scorecard) -> str:
     if times is None:
         return NOT_MEASURED
     return " / ".join(format_duration(value) for value in (times.p50_s, times.p90_s, times.p99_s, times.max_s))
+
+
+def _loss_curve(card: Scorecard) -> str:
+    if card.losses_compared is None:
+        return NOT_MEASURED
+    if card.losses_differing:
+        return f"{card.losses_differing} of {card.losses_compared} steps differ"
+    return f"identical, bit for bit, in {card.losses_compared} steps"
 
 
 def _samples(card: Scorecard) -> str:

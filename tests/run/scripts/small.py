@@ -1,6 +1,7 @@
 """A tiny DDP training with attach, quick enough to be interrupted many times in a test.
 
-Options: `--evaluate SECONDS` busy evaluation every 10 steps, `--save-sleep`, `--save-disk` the script's own slow saves, `--slow-first`.
+Options: `--evaluate SECONDS` busy evaluation every 10 steps, `--save-sleep`, `--save-disk` the script's own slow
+saves, `--slow-first`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Numbers(Dataset):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--step-s", type=float, default=0.02)
+    parser.add_argument("--step-s", type=float, default=0.03)
     parser.add_argument("--evaluate", type=float, default=0.0)
     parser.add_argument("--save-sleep", type=float, default=0.0)
     parser.add_argument("--save-disk", type=float, default=0.0)
@@ -49,7 +50,9 @@ def main() -> None:
     torch.manual_seed(3 + rank)
     numpy.random.seed(3 + rank)
     random.seed(3 + rank)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.BatchNorm1d(32), nn.Linear(32, 1)))
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.BatchNorm1d(32), nn.Linear(32, 1))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=1000)
     sampler = DistributedSampler(Numbers(), shuffle=True, seed=5)

@@ -48,6 +48,10 @@ class LocalNodes:
             if _is_agent(pid):
                 process.kill(pid)
 
+    def has_agent(self, component: str) -> bool:
+        self._reap()
+        return any(_is_agent(pid) for pid in self._pids(component))
+
     def kill_agent(self, component: str) -> None:
         self.end_agent(component)
 

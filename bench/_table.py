@@ -1,0 +1,216 @@
+"""Writes the table of results into docs/benchmarks.md, from bench/results/*.json: the last step of `make bench`.
+
+python bench/_table.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+TABLE = re.compile(r"(<!-- table -->\n).*?(<!-- end of table -->)", re.DOTALL)
+HEADER = ("what", "measured against", "target", "here", "command")
+
+Result = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """A row, and how its two figures are read from a result; the file's name is the script's."""
+
+    what: str
+    script: str
+    peer: Callable[[Result], str]
+    target: str
+    here: Callable[[Result], str]
+
+
+def main() -> None:
+    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER), *(_line(row) for row in ROWS)]
+    text = PAGE.read_text(encoding="utf-8")
+    table = "\n".join(lines)
+    PAGE.write_text(TABLE.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text), encoding="utf-8")
+
+
+def _line(row: Row) -> str:
+    path = RESULTS / f"{row.script}.json"
+    command = f"`python bench/{row.script}.py`"
+    if not path.exists():
+        return f"| {row.what} | – | {row.target} | not measured | {command} |"
+    result = json.loads(path.read_text())
+    return f"| {row.what} | {row.peer(result)} | {row.target} | {row.here(result)} | {command} |"
+
+
+def _recovery(model: str, name: str) -> Callable[[Result], str]:
+    def read(result: Result) -> str:
+        row = result["models"][model]
+        value_s, (low_s, high_s) = row[f"{name}_first_step_s"], row[f"{name}_first_step_s_range"]
+        share = "" if name == "torchrun" else f"{row[f'{name}_to_torchrun_ratio']:.0%}: "
+        return f"{share}{'torchrun: ' if name == 'torchrun' else ''}{value_s:.2f} s ({low_s:.2f}–{high_s:.2f})"
+
+    return read
+
+
+def _beside(model: str, field: str, name: str, *, factor: float, unit: str) -> Callable[[Result], str]:
+    def read(result: Result) -> str:
+        value = result["models"][model][f"{name}_{field}"] * factor
+        return f"{'torchrun: ' if name == 'torchrun' else ''}{value:.{0 if value >= 10 else 1}f} {unit}"
+
+    return read
+
+
+def _detection(case: str) -> Callable[[Result], str]:
+    def read(result: Result) -> str:
+        row = result["cases"][case]
+        low_s, high_s = row["found_s_range"]
+        return f"{row['found_s']:.2f} s ({low_s:.2f}–{high_s:.2f})"
+
+    return read
+
+
+def _hang_limit(case: str) -> Callable[[Result], str]:
+    return lambda result: f"its own p99 step: {result['cases'][case]['limit_s']:.2f} s"
+
+
+def _spec_load(result: Result) -> str:
+    files = result["files"]
+    return (
+        f"{files['ranges']['load_s'] * 1e3:.0f} ms as ranges, {files['one_by_one']['load_s'] * 1e3:.0f} ms node by node"
+    )
+
+
+def _spec_floor(result: Result) -> str:
+    files = result["files"]
+    return f"parsing alone: {files['ranges']['parse_s'] * 1e3:.1f} and {files['one_by_one']['parse_s'] * 1e3:.0f} ms"
+
+
+def _hundred(result: Result) -> Result:
+    return next(row for row in result["rows"] if row["batch_size"] == 100)
+
+
+def _overhead(result: Result) -> str:
+    low_s, high_s = result["overhead_s_95_percent"]
+    return (
+        f"{result['overhead_ratio']:.2%} ({low_s * 1e6:.0f} to {high_s * 1e6:.0f} µs); "
+        f"{result['empty_overhead_s'] * 1e6:.1f} µs alone, {result['empty_overhead_to_step_ratio']:.2%}"
+    )
+
+
+def _month(result: Result) -> str:
+    return f"simulated in {result['simulate_s']:.2f} s, scored in {result['score_s']:.2f} s"
+
+
+def _campaign(result: Result) -> str:
+    passed = result["num_sequences"] - result["num_failed"]
+    return f"{passed} of {result['num_sequences']} sequences, {result['num_faults']} faults"
+
+
+ROWS = (
+    Row(
+        "crash → first step, GPT of 129 MB state, attached",
+        "run_recovery",
+        _recovery("gpt", "torchrun"),
+        "at most 50 %",
+        _recovery("gpt", "attached"),
+    ),
+    Row(
+        "the same, a state of 0.8 MB",
+        "run_recovery",
+        _recovery("small", "torchrun"),
+        "at most 50 %",
+        _recovery("small", "attached"),
+    ),
+    Row(
+        "the same, torchrun's own script unmodified",
+        "run_recovery",
+        _recovery("small", "torchrun"),
+        "at most 50 %",
+        _recovery("small", "unmodified"),
+    ),
+    Row(
+        "command → first step, small",
+        "run_recovery",
+        _beside("small", "cold_start_s", "torchrun", factor=1.0, unit="s"),
+        "–",
+        _beside("small", "cold_start_s", "attached", factor=1.0, unit="s"),
+    ),
+    Row(
+        "a step of the GPT, saved every 5 steps",
+        "run_recovery",
+        _beside("gpt", "step_s", "torchrun", factor=1e3, unit="ms"),
+        "–",
+        _beside("gpt", "step_s", "attached", factor=1e3, unit="ms"),
+    ),
+    Row(
+        "a stopped process is found, attached script",
+        "run_detection",
+        lambda result: f"torchrun: {result['torchrun_cited_s']:,.0f} s (cited, one earlier run)",
+        "within 3 s",
+        _detection("stopped, attached"),
+    ),
+    Row(
+        "a stopped process is found, unmodified script",
+        "run_detection",
+        lambda result: f"torchrun: {result['torchrun_cited_s']:,.0f} s (cited, one earlier run)",
+        "within 3 s",
+        _detection("stopped, unmodified"),
+    ),
+    Row(
+        "a live hang is found, steps of 20 ms",
+        "run_detection",
+        _hang_limit("hang, 20 ms steps"),
+        "max(3 s, 6 × p99)",
+        _detection("hang, 20 ms steps"),
+    ),
+    Row(
+        "a live hang is found, steps of 0.7 s",
+        "run_detection",
+        _hang_limit("hang, 0.7 s steps"),
+        "max(3 s, 6 × p99)",
+        _detection("hang, 0.7 s steps"),
+    ),
+    Row(
+        "overhead of `attach`, without checkpoints",
+        "attach_overhead",
+        lambda result: f"the same step without it: {result['step_s'] * 1e3:.1f} ms",
+        "less than 1 %",
+        _overhead,
+    ),
+    Row(
+        "random faults survived, every loss bitwise as undisturbed",
+        "campaign",
+        lambda result: "an undisturbed run",
+        "all",
+        _campaign,
+    ),
+    Row(
+        "CPU time of `dougong --help`",
+        "cli_start",
+        lambda result: f"`python -c pass`: {result['floor_cpu_s'] * 1e3:.0f} ms",
+        "at most 100 ms",
+        lambda result: f"{result['help_cpu_s'] * 1e3:.0f} ms",
+    ),
+    Row(
+        "events appended, in batches of 100",
+        "event_append",
+        lambda result: f"the same bytes written and synced raw: {_hundred(result)['floor_events_per_s']:,.0f} a second",
+        "at least 20,000 a second",
+        lambda result: f"{_hundred(result)['log_events_per_s']:,.0f} a second",
+    ),
+    Row("16,384 accelerators loaded and checked", "spec_load", _spec_floor, "less than 1 s", _spec_load),
+    Row(
+        "a simulated month of 16,384 accelerators",
+        "score_month",
+        lambda result: f"reading its events: {result['read_s']:.2f} s",
+        "seconds",
+        _month,
+    ),
+)
+
+if __name__ == "__main__":
+    main()
