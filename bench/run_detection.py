@@ -36,6 +36,7 @@ from _launch import (
 )
 
 from dougong import telemetry
+from dougong.event.describe import describe
 from dougong.event.kinds import FaultInjected, JobFinished, Recorded, WorkerLost
 from dougong.spec.chaos import FaultKind
 
@@ -123,7 +124,8 @@ def measure(case: Case, *, num_faults: int) -> tuple[Detection, ...]:
                 wait(launcher, limit_s=LIMIT_S)
             records = events_of(run_dir)
             if not of_kind(records, JobFinished):
-                raise RuntimeError(f"{case.name}: the run did not finish\n{(directory / 'log').read_text()[-3000:]}")
+                last = "\n".join(describe(record.event) for record in records[-10:])
+                raise RuntimeError(f"{case.name}: the run did not finish; its last events:\n{last}")
             return _detections(case, records, read_marks(marks), run_dir)
         finally:
             sweep(run_dir)

@@ -56,7 +56,7 @@ def agents_of(component: str, run_root: Path) -> tuple[int, ...]:
 @pytest.mark.processes
 def test_an_agent_is_started_once_with_its_node_in_its_environment(backend: LocalNodes, tmp_path: Path) -> None:
     backend.start_agent(A)
-    wait_for(lambda: len(pids_of(A, tmp_path)) == 2)
+    wait_for(lambda: len(pids_of(A, tmp_path)) == 2 and len(agents_of(A, tmp_path)) == 1)
     backend.start_agent(A)
     assert len(agents_of(A, tmp_path)) == 1
     assert agents_of(B, tmp_path) == ()
@@ -65,7 +65,7 @@ def test_an_agent_is_started_once_with_its_node_in_its_environment(backend: Loca
 @pytest.mark.processes
 def test_the_end_of_an_agent_leaves_its_workers_and_another_can_be_started(backend: LocalNodes, tmp_path: Path) -> None:
     backend.start_agent(A)
-    wait_for(lambda: len(pids_of(A, tmp_path)) == 2)
+    wait_for(lambda: len(pids_of(A, tmp_path)) == 2 and len(agents_of(A, tmp_path)) == 1)
     (agent,) = agents_of(A, tmp_path)
     (worker,) = set(pids_of(A, tmp_path)) - {agent}
     backend.kill_agent(A)

@@ -35,6 +35,8 @@ def task(run_dir: Path, rank: int, *arguments: str) -> subprocess.Popen[str]:
             "SLURM_JOB_ID": "77",
             "SLURM_PROCID": str(rank),
             "SLURM_NTASKS": "2",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_ID": "0",
             "SLURM_STEP_NODELIST": "127.0.0.[1-2]",
             "GLOO_SOCKET_IFNAME": "lo",
         },
@@ -45,11 +47,16 @@ def task(run_dir: Path, rank: int, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def ended(process: subprocess.Popen[str]) -> int:
+    process.communicate(timeout=30)
+    return process.returncode
+
+
 def test_the_tasks_of_a_slurm_step_form_one_run(run_dir: Path) -> None:
     follower, head = task(run_dir, 1, "--steps", "20"), task(run_dir, 0, "--steps", "20")
     done = runs.finish(head, run_dir)
     assert done.code == 0, done.report
-    assert follower.wait(timeout=30) == 0
+    assert ended(follower) == 0
     assert {event.component for event in done.events(NodeJoined)} == {"slurm-77-0/127.0.0.1", "slurm-77-0/127.0.0.2"}
     assert done.events(JobFinished)[0].step == 20
     assert runs.left_behind(run_dir) == []
@@ -62,10 +69,10 @@ def test_a_requeued_step_goes_on_where_it_stopped(run_dir: Path) -> None:
         process.send_signal(signal.SIGTERM)
     stopped = runs.finish(head, run_dir)
     assert stopped.code == 130, stopped.report
-    assert follower.wait(timeout=30) == 130
+    assert ended(follower) == 130
     (event,) = stopped.events(JobStopped)
     head, follower = task(run_dir, 0), task(run_dir, 1)
     done = runs.finish(head, run_dir)
     assert done.code == 0, done.report
-    assert follower.wait(timeout=30) == 0
+    assert ended(follower) == 0
     assert done.events(StateRestored)[-1].step == event.step
