@@ -75,13 +75,18 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """How one sequence went. No problem = it passed."""
+    """How one sequence went. No problem = it passed.
+
+    `num_without_loss`: faults of a rank or node that made no loss of their own, because two fell together, the process
+    stopped only for a moment, or a fault that was asked for never arrived.
+    """
 
     seed: int
     num_spares: int
     faults: tuple[str, ...]
     injected: tuple[str, ...]
     num_interruptions: int
+    num_without_loss: int
     num_redone_steps: int
     duration_s: float
     problems: tuple[str, ...]
@@ -175,6 +180,7 @@ def play(sequence: Schedule, *, directory: Path, reference: Path) -> Verdict:
         faults=tuple(_said(fault) for fault in sequence.faults),
         injected=tuple(f"{event.fault}: {event.detail}" for _, event in of_kind(records, FaultInjected)),
         num_interruptions=len(of_kind(records, WorkerLost)),
+        num_without_loss=_num_without_loss(records),
         num_redone_steps=sum(e.last_step - e.first_step + 1 for _, e in of_kind(records, StepFinished) if e.is_redo),
         duration_s=round(duration_s, 1),
         problems=tuple(problems),
@@ -230,6 +236,11 @@ def _interruption_problems(records: Sequence[Recorded]) -> list[str]:
             case _:
                 continue
     return problems
+
+
+def _num_without_loss(records: Sequence[Recorded]) -> int:
+    done = [event for _, event in of_kind(records, FaultInjected) if not event.detail.startswith(NOT_DONE)]
+    return max(0, sum(event.fault in INTERRUPTING for event in done) - len(of_kind(records, WorkerLost)))
 
 
 def _loss_problems(run_dir: Path, reference: Path) -> list[str]:

@@ -6,21 +6,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dougong.run.attach import attach as attach
+    from dougong.run.group import init_process_group as init_process_group
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "attach"]
+__all__ = ["__version__", "attach", "init_process_group"]
+_LAZY = {"attach": "dougong.run.attach", "init_process_group": "dougong.run.group"}
 
 
 def __getattr__(name: str) -> Any:
-    # torch is heavy, so it is imported only by a script that attaches
-    if name == "attach":
+    # torch is heavy, so it is imported only by a script that asks for it
+    if name in _LAZY:
+        import importlib
+
         try:
-            from dougong.run.attach import attach
+            return getattr(importlib.import_module(_LAZY[name]), name)
         except ModuleNotFoundError as error:
             if error.name in ("torch", "numpy"):
                 from dougong.errors import MissingExtra
 
-                raise MissingExtra(error.name, extra="train", needed_for="dougong.attach") from None
+                raise MissingExtra(error.name, extra="train", needed_for=f"dougong.{name}") from None
             raise
-        return attach
     raise AttributeError(f"module 'dougong' has no attribute {name!r}")

@@ -124,7 +124,7 @@ def test_a_torchrun_command_line_is_understood_in_both_spellings(monkeypatch: py
         assert got.command == ("train.py", "--lr", "3e-4", "--nodes")
         assert (got.nnodes, got.nproc_per_node, got.rdzv_endpoint, got.rdzv_id) == ("1:2", "2", "host:29500", "7")
         assert (got.max_restarts, got.node_rank, got.master_port, got.standalone) == (3, 1, 2000, True)
-        assert got.without_effect == ("--rdzv-backend", "--master-addr", "--monitor-interval", "--log-dir")
+        assert got.without_effect == ("--rdzv-backend", "--monitor-interval", "--log-dir")
 
 
 def test_two_dashes_may_stand_before_the_script(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from dougong.errors import CheckpointDamaged
 from dougong.run.dcp_shard import read_metadata, read_state, write_metadata, write_shard
@@ -86,7 +88,7 @@ def test_plain_dcp_reads_model_optimizer_and_scheduler_bitwise(trained: dict[str
     other = made.parts(seed=5)
     made.train(other, num_steps=1)
     got = {name: part.state_dict() for name, part in other.items()}
-    dcp.load(got, checkpoint_id=directory, no_dist=True)
+    load(got, checkpoint_id=directory, no_dist=True)
     for name, part in trained.items():
         assert fingerprint(dict(got[name])) == fingerprint(dict(part.state_dict())), name
 
@@ -101,7 +103,7 @@ def test_dcps_own_converter_gives_the_nested_state(trained: dict[str, Any], dire
 
 @pytest.mark.filterwarnings(ALONE)
 def test_keys_are_the_ones_that_dcp_itself_would_write(trained: dict[str, Any], directory: str, tmp_path: Path) -> None:
-    dcp.save({name: part.state_dict() for name, part in trained.items()}, checkpoint_id=tmp_path / "own", no_dist=True)
+    save({name: part.state_dict() for name, part in trained.items()}, checkpoint_id=tmp_path / "own", no_dist=True)
     own = read_metadata(place=LocalPlace(), directory=str(tmp_path / "own"))
     ours = read_metadata(place=LocalPlace(), directory=directory)
     assert ours.planner_data == own.planner_data
@@ -218,7 +220,7 @@ def _hidden_in_metadata(evil: object) -> Metadata:
         (torch.serialization.load, "evil"),
         (io.FileIO, "evil", "w"),
         (Path.touch, Path("evil")),
-        (dcp.FileSystemReader, "evil"),
+        (FileSystemReader, "evil"),
         (__import__, "subprocess"),
     ],
     ids=lambda call: getattr(call[0], "__qualname__", str(call[0])),

@@ -20,6 +20,7 @@ PLACE = WorkerPlace(
     restore_directory="step-000000100-g002",
     memory_every_steps=5,
     durable_every_steps=50,
+    commit_timeout_s=60.0,
     wants_peak=False,
     is_chaos=True,
 )

@@ -140,13 +140,15 @@ def _settings(options: RunOptions, member: Membership, command: tuple[str, ...],
         threads_per_worker=max(1, num_cpus // wanted.procs_per_node),
         listen_host="0.0.0.0",
         listen_port=member.listen_port,
-        advertised_host=endpoint(options.rdzv_endpoint)[0] if options.rdzv_endpoint else _own_host(member),
+        advertised_host=_advertised_host(options, member),
     )
 
 
-def _own_host(member: Membership) -> str:
+def _advertised_host(options: RunOptions, member: Membership) -> str:
     import socket
 
+    if options.rdzv_endpoint or options.master_addr:
+        return endpoint(options.rdzv_endpoint)[0] if options.rdzv_endpoint else str(options.master_addr)
     return member.hosts[0] if member.hosts and _resolves(member.hosts[0]) else socket.gethostname()
 
 
@@ -166,4 +168,3 @@ def _history(run: RunDirectory) -> JobHistory:
 
 def _leave_it_to_the_head(number: int, frame: FrameType | None) -> None:
     click.echo("stopping: the head has every rank save after its step", err=True)
-

@@ -52,7 +52,12 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     def without_effect(self) -> tuple[str, ...]:
         """The options given that change nothing here."""
         names = ("rdzv_backend", "rdzv_conf", "master_addr", "monitor_interval", "log_dir")
-        return tuple(f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None)
+        return tuple(f"--{name.replace('_', '-')}" for name in names if self._is_idle(name))
+
+    def _is_idle(self, name: str) -> bool:
+        if name == "master_addr" and self.node_rank is not None:
+            return False
+        return getattr(self, name) is not None
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +110,15 @@ def membership(options: RunOptions, environment: Mapping[str, str], *, num_nodes
         return None
     if "SLURM_PROCID" in environment and _num_slurm_tasks(environment) > 1 and options.nodes is None:
         return _slurm_membership(options, environment)
+    if options.rdzv_endpoint is None and options.master_addr and options.node_rank is not None and num_nodes > 1:
+        return Membership(
+            name=options.rdzv_id or f"static-{options.master_addr}-{options.master_port or 0}",
+            node_rank=options.node_rank,
+            num_nodes=num_nodes,
+            hosts=(),
+            listen_port=0,
+            is_head=options.node_rank == 0,
+        )
     if options.rdzv_endpoint is None or num_nodes == 1:
         return None
     host, port = endpoint(options.rdzv_endpoint)

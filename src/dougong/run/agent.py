@@ -251,6 +251,7 @@ class Agent:
             restore_directory=launch.restore.directory,
             memory_every_steps=self._settings.save.memory_every_steps,
             durable_every_steps=self._settings.save.durable_every_steps,
+            commit_timeout_s=self._settings.save.commit_timeout_s,
             wants_peak=launch.generation == 1 and self._settings.peak_flop_per_s is None,
             is_chaos=self._settings.is_chaos,
         )

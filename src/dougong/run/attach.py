@@ -17,13 +17,25 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from dougong.errors import UserError
 from dougong.run import manifest
 from dougong.run.data_position import DataPosition
 from dougong.run.dcp_shard import read_state
-from dougong.run.letters import ModelFound, PeakMeasured, Restored, ShardFailed, Stopped, post
+from dougong.run.group import ReplaceableGroup, default_group, join_store
+from dougong.run.letters import (
+    ModelFound,
+    PeakMeasured,
+    Rejoin,
+    Restored,
+    ShardFailed,
+    Stopped,
+    post,
+    read_from_agent,
+    unread,
+)
 from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
@@ -32,6 +44,7 @@ from dougong.run.state import Progress, gather, num_parameters, put_back, read_t
 from dougong.run.worker import do_control_fault, is_broken_collective
 
 _VERDICT_TIMEOUT_S = 60.0
+_VERDICT_POLL_S = 0.01
 
 
 class Stateful(Protocol):
@@ -183,16 +196,41 @@ class Job:
         self._between_since_ns = now_ns
         self._page.enter(Phase.BETWEEN, now_ns=now_ns)
 
-    def unwind(self, error: BaseException) -> None:
-        """A collective broke in this step. Wait for the verdict, which for now is always the end of this process.
+    def unwind(self, error: BaseException) -> bool:
+        """A collective broke in this step. Wait for the verdict: the end of this process, or to roll back and go on.
 
-        Raises `error` again when no verdict comes.
+        True = rolled back, the loop replays. Raises `error` again when no verdict comes. A rank can go on only if its
+        process group can be replaced under the model (`dougong.init_process_group`).
         """
-        if self._page is None:
+        if self._page is None or self._place is None:
             raise error
         self._page.enter(Phase.UNWOUND, now_ns=time.monotonic_ns())
-        time.sleep(_VERDICT_TIMEOUT_S)
+        group = default_group()
+        if group is not None:
+            group.abandon()
+        deadline_ns = time.monotonic_ns() + round(_VERDICT_TIMEOUT_S * 1e9)
+        while time.monotonic_ns() < deadline_ns:
+            for path in unread(self._place.node.inbox(self._place.rank)):
+                letter = read_from_agent(path)
+                if isinstance(letter, Rejoin) and letter.generation > self._place.generation and group is not None:
+                    path.unlink(missing_ok=True)
+                    self._rejoin(letter, group)
+                    return True
+            time.sleep(_VERDICT_POLL_S)
         raise error
+
+    def _rejoin(self, letter: Rejoin, group: ReplaceableGroup) -> None:
+        assert self._place is not None and self._persister is not None
+        self._persister.wait_idle()
+        group.replace(join_store(letter.master_address, letter.master_port), generation=letter.generation)
+        self._place = msgspec.structs.replace(
+            self._place, generation=letter.generation, restore_source="memory", restore_step=letter.restore_step
+        )
+        self._persister.move_to(self._place)
+        for part in self._parts.values():
+            if hasattr(part, "zero_grad"):
+                part.zero_grad(set_to_none=True)  # half a backward pass may lie there
+        self._restore()
 
     # --- saving and restoring ---
 
@@ -356,9 +394,7 @@ class Step:
             self.is_finished = True
             self._job.finish_step(self)
             return False
-        if is_broken_collective(error):
-            self._job.unwind(error)
-        return False
+        return self._job.unwind(error) if is_broken_collective(error) else False
 
 
 class _Ledger:

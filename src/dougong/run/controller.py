@@ -86,7 +86,9 @@ class Controller:
         self._backend = backend
         self._clock = clock
         self._history = history
-        self._is_resume = is_resume
+        self._is_asked_to_resume = is_resume
+        # a controller that died between a resume and its first start leaves the resume to the next one
+        self._is_resume = is_resume or (history.num_starts > 1 and not history.has_run_since_start)
         now_s = self._now_s()
         lost = frozenset[str]() if is_resume else history.lost_nodes
         names = (*settings.nodes, *settings.spares)
@@ -179,14 +181,14 @@ class Controller:
                     spares=settings.spares,
                 )
             )
-        is_restart = self._history.is_started and not self._is_resume
+        is_restart = self._history.is_started and not self._is_asked_to_resume
         self._record(kinds.ControllerStarted(pid=os.getpid(), is_restart=is_restart))
-        if self._is_resume:
+        if self._is_asked_to_resume:
             for component in sorted(self._history.lost_nodes):
                 self._record(kinds.NodeRepaired(component=component))
-        if not self._history.is_started or self._is_resume:
+        if not self._history.is_started or self._is_asked_to_resume:
             self._record(kinds.JobStarted(job=settings.run_id, is_resume=self._is_resume))
-        elif self._history.generation > 0:
+        elif self._history.has_run_since_start:
             # an earlier controller of this start: its ranks may run, or their end was being seen to
             self._become("tearing-down" if self._history.is_broken else "running")
         if self._history.generation > 0:
@@ -301,6 +303,7 @@ class Controller:
             connection = await wire.accept(reader, writer, token=self._token)
             hello = await connection.receive_for_controller()
         except wire.WireBroken:
+            writer.close()
             return
         node = self._nodes.get(hello.component) if isinstance(hello, wire.Hello) else None
         if node is None or node.is_lost or not isinstance(hello, wire.Hello):
@@ -744,7 +747,7 @@ class Controller:
         )
 
     def _launch(self, decision: rules.Place) -> None:
-        is_first = self._generation == 0
+        is_first = self._status == "gathering"
         self._generation += 1
         self._num_restarts += not is_first
         self._placement = decision.placement
@@ -756,7 +759,7 @@ class Controller:
         self._launched.clear()
         self._peaks.clear()
         self._is_restored = False
-        self._is_resumed = is_first
+        self._is_resumed = self._generation == 1
         self._last_memory_step = 0
         self._desk.begin_generation(self._generation, world_size=len(decision.placement))
         self._progress.begin_generation(self._generation, world_size=len(decision.placement))

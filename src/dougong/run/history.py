@@ -35,6 +35,8 @@ class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
     is_created: bool = False
     num_starts: int = 0
     is_started: bool = False
+    has_run_since_start: bool = False
+    """A generation was started since the last JobStarted."""
     is_ended: bool = False
     """Finished, failed or stopped, and not started again since."""
     end: str = ""
@@ -78,6 +80,7 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
                 is_ended=False,
                 end="",
                 num_starts=history.num_starts + 1,
+                has_run_since_start=False,
                 num_restarts=0,
                 num_fruitless=0,
             )
@@ -88,6 +91,7 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
                 history,
                 generation=event.generation,
                 placement=event.placement,
+                has_run_since_start=True,
                 is_broken=False,
                 is_restored=False,
                 is_resumed=event.generation == 1,

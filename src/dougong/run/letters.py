@@ -123,7 +123,15 @@ class DropCheckpoint(Letter, frozen=True, kw_only=True):
     step: int
 
 
-AgentLetter = WriteMetadata | DropCheckpoint
+class Rejoin(Letter, frozen=True, kw_only=True):
+    """To a rank that unwound: form a new group with this store, roll back to `restore_step` from memory, go on."""
+
+    master_address: str
+    master_port: int
+    restore_step: int
+
+
+AgentLetter = WriteMetadata | DropCheckpoint | Rejoin
 
 
 def post(box: Path, letter: Letter) -> None:

@@ -14,6 +14,7 @@ from dougong.run.dcp_shard import write_metadata, write_shard
 from dougong.run.letters import (
     DropCheckpoint,
     MetadataWritten,
+    Rejoin,
     ShardFailed,
     ShardWritten,
     WriteMetadata,
@@ -41,10 +42,9 @@ class PersistRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Persister:
     """One checkpoint at a time. The buffer being written is pinned, so the next snapshot takes the other one."""
 
-    def __init__(self, place: WorkerPlace, files: SnapshotFiles, *, commit_timeout_s: float = 60.0) -> None:
+    def __init__(self, place: WorkerPlace, files: SnapshotFiles) -> None:
         self._place = place
         self._files = files
-        self._commit_timeout_s = commit_timeout_s
         self._storage, self._root = manifest.storage_at(place.checkpoint_url)
         self._requests: queue.SimpleQueue[PersistRequest] = queue.SimpleQueue()
         self._idle = threading.Event()
@@ -63,9 +63,14 @@ class Persister:
         self._files.pin(request.index)
         self._requests.put(request)
 
+    def move_to(self, place: WorkerPlace) -> None:
+        """Later checkpoints belong to another generation. `wait_idle` must have been called."""
+        assert self._idle.is_set()
+        self._place = place
+
     def wait_committed(self, *, step: int) -> bool:
         """Until the checkpoint of `step` exists, or the commit time-out is over."""
-        deadline_ns = time.monotonic_ns() + round(self._commit_timeout_s * 1e9)
+        deadline_ns = time.monotonic_ns() + round(self._place.commit_timeout_s * 1e9)
         while time.monotonic_ns() < deadline_ns:
             if "COMMIT" in self._storage.names(self._directory(step)):
                 return True
@@ -115,10 +120,12 @@ class Persister:
 
     def _finish_metadata(self, step: int, directory: str) -> None:
         """Wait for the other ranks' shards (the controller tells), then write the index over all of them."""
-        deadline_ns = time.monotonic_ns() + round(self._commit_timeout_s * 1e9)
+        deadline_ns = time.monotonic_ns() + round(self._place.commit_timeout_s * 1e9)
         while time.monotonic_ns() < deadline_ns:
             for path in unread(self._place.node.inbox(self._place.rank)):
                 letter = read_from_agent(path)
+                if isinstance(letter, Rejoin):
+                    continue
                 path.unlink(missing_ok=True)
                 if letter.step != step or letter.generation != self._place.generation:
                     continue

@@ -29,6 +29,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     restore_directory: str
     memory_every_steps: int
     durable_every_steps: int
+    commit_timeout_s: float
     wants_peak: bool
     is_chaos: bool
 

@@ -54,6 +54,8 @@ class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
     memory_every_steps: int = 5
     durable_every_steps: int = 50
     keep_durable: int = 3
+    commit_timeout_s: float = 60.0
+    """How long the end of a script waits for its last checkpoint to be committed."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_BROKEN_MARKS = ("gloo/transport", "Connection closed by peer", "BrokenCollective")
+
+
 class BrokenCollective(RuntimeError):
     """A collective did not finish because a peer is gone."""
 
@@ -55,7 +58,7 @@ def is_broken_collective(error: BaseException) -> bool:
     if names & {"BrokenCollective", "DistBackendError", "DistNetworkError", "DistStoreError"}:
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and ("gloo/transport" in text or "Connection closed by peer" in text)
+    return isinstance(error, RuntimeError) and any(mark in text for mark in _BROKEN_MARKS)
 
 
 def do_control_fault(page: Page) -> None:

@@ -41,6 +41,9 @@ def _preload() -> bool:
     assert dougong.run.worker
     try:
         import torch
+
+        # DistributedDataParallel imports it when it is built, which takes a second in every worker
+        import torch._dynamo
         import torch.distributed
     except ImportError:
         return False
