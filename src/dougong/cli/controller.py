@@ -31,11 +31,9 @@ EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 3}
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An order of the launcher: stop, or let a rank do a fault to itself."""
+    """An order of the launcher."""
 
-    is_stop: bool = False
-    rank: int = 0
-    fault: int = 0
+    is_stop: bool
 
 
 def main() -> int:
@@ -90,8 +88,6 @@ def _hear(controller: Controller, pending: bytearray) -> None:
         order = msgspec.json.decode(line, type=Order)
         if order.is_stop:
             controller.ask_stop()
-        else:
-            controller.ask_fault(order.rank, order.fault)
 
 
 if __name__ == "__main__":

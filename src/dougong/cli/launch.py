@@ -71,10 +71,6 @@ class Launcher:
         if self._controller is not None:
             self._controller.kill()
 
-    def ask_worker(self, rank: int, fault: int) -> None:
-        """For a chaos schedule: let a rank do a fault to itself."""
-        self._order(Order(rank=rank, fault=fault))
-
     def _look(self, tail: Tail) -> int | None:
         assert self._controller is not None
         code = self._controller.poll()

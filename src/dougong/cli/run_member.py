@@ -1,7 +1,7 @@
 """`dougong run` as one of several: each host runs the same command, as with `srun torchrun`.
 
-They find each other through the run directory, which must be on a file system that all of them see. The head, rank 0, keeps the
-controller; every member keeps an agent for its own host, and starts it again if it dies.
+They find each other through the run directory, which must be on a file system that all of them see. The head, rank 0,
+keeps the controller; every member keeps an agent for its own host, and starts it again if it dies.
 """
 
 from __future__ import annotations

@@ -253,7 +253,6 @@ def _injector(run: RunDirectory, settings: RunSettings, chaos: Chaos, launcher: 
             door=door,
             node_directory=directory_of,
             kill_controller=launcher.kill_controller,
-            ask_worker=launcher.ask_worker,
         ),
         log=EventLog.open(run.events, stream="chaos", clock=clock),
         clock=clock,

@@ -27,7 +27,7 @@ from dougong.run.activity import ActivityState, advance
 from dougong.run.fork import Exited, Forked, ForkRequest, Preloaded, ZygoteMessage
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
 from dougong.run.letters import post, read_from_worker, unread
-from dougong.run.page import ControlFault, Page, StepRecord
+from dougong.run.page import Page, StepRecord
 from dougong.run.place import WorkerPlace, torchrun_variables, worker_variables
 from dougong.run.settings import RunSettings
 from dougong.run.snapshot import SnapshotFiles
@@ -87,6 +87,8 @@ class Agent:
         self._exits: dict[int, tuple[int | None, int | None]] = {}
         self._num_requests = 0
         self._generation = 0
+        self._killed_generation = 0
+        self._launching = asyncio.Lock()
         self._is_dismissed = False
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -175,9 +177,6 @@ class Agent:
                     worker.page.stop_at_step = message.step
             case wire.Deliver():
                 post(self._node.inbox(message.rank), message.letter)
-            case wire.AskFault():
-                if self._settings.is_chaos and message.rank in self._workers:
-                    self._workers[message.rank].page.ask_fault(ControlFault(message.fault))
             case wire.Dismiss():
                 await self._leave(is_memory_kept=message.is_memory_kept)
 
@@ -197,7 +196,11 @@ class Agent:
     # --- starting ---
 
     async def _launch(self, launch: wire.Launch) -> None:
-        if launch.generation <= self._generation and self._workers:
+        async with self._launching:
+            await self._launch_alone(launch)
+
+    async def _launch_alone(self, launch: wire.Launch) -> None:
+        if launch.generation <= max(self._killed_generation, self._generation if self._workers else 0):
             return
         self._generation = launch.generation
         self._told = [message for message in self._told if not _is_of_generation_before(message, launch.generation)]
@@ -230,6 +233,10 @@ class Agent:
                 log_path=str(log_path),
             )
         )
+        if launch.generation <= self._killed_generation:
+            # it was ended before it began: the zygote was still importing when it was asked for
+            process.kill(pid)
+            raise ConnectionError("ended before it began")
         started = process.start_ticks(pid) or 0
         running = wire.RunningWorker(
             rank=rank, local_rank=local_rank, generation=launch.generation, pid=pid, start_ticks=started
@@ -438,6 +445,14 @@ class Agent:
                 running = worker.worker
                 self._tell(wire.Steps(rank=running.rank, generation=running.generation, records=on_wall), is_kept=False)
 
+    def _keep_last_steps(self, worker: _Worker) -> None:
+        """All that is in the ring of a worker that ended: no controller may be there to hear it now."""
+        records, _ = worker.page.drain(seen=0)
+        if records:
+            offset_ns = self._clock.wall_ns() - self._clock.monotonic_ns()
+            on_wall = tuple(_shifted(record, offset_ns) for record in records)
+            self._tell(wire.Steps(rank=worker.worker.rank, generation=worker.worker.generation, records=on_wall))
+
     def _on_exit(self, rank: int, pidfd: int) -> None:
         asyncio.get_running_loop().remove_reader(pidfd)
         worker = self._workers.get(rank)
@@ -453,8 +468,8 @@ class Agent:
             await asyncio.sleep(0.002)
         exit_code, signal_number = self._exits.pop(worker.worker.pid, (None, None))
         self._forward_letters()
-        self._forward_steps()
         running = worker.worker
+        self._keep_last_steps(worker)
         if self._workers.get(running.rank) is worker:
             del self._workers[running.rank]
             self._write_workers()
@@ -475,6 +490,7 @@ class Agent:
 
     async def _kill(self, order: wire.Kill) -> None:
         victims = [worker for worker in self._workers.values() if worker.worker.generation <= order.generation]
+        self._killed_generation = max(self._killed_generation, order.generation)
         self._forward_steps()
         if order.grace_s > 0:
             for worker in victims:

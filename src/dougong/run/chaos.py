@@ -46,8 +46,6 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
     door: FaultDoor
     node_directory: Callable[[str], NodeDirectory]
     kill_controller: Callable[[], None]
-    ask_worker: Callable[[int, int], None]
-    """(rank, ControlFault): a fault that only the worker can do to itself."""
 
 
 class Injector:
@@ -190,8 +188,11 @@ class Injector:
         return placed.component, f"SIGSTOP to process {worker.pid}"
 
     def _ask(self, fault: Fault, control: ControlFault) -> tuple[str, str]:
+        """What only the worker can do to itself is asked of it on its heartbeat page."""
         placed, worker = self._worker(fault)
-        self._reach.ask_worker(placed.rank, int(control))
+        page = Page.open(self._reach.node_directory(placed.component).page(placed.rank))
+        page.ask_fault(control)
+        page.close()
         return placed.component, f"asked process {worker.pid} itself"
 
     def _corrupt(self) -> tuple[str, str]:

@@ -30,6 +30,7 @@ class CheckpointDesk:
         self._settings = settings
         self._clock = clock
         self._generation = 0
+        self.last_durable_step = 0
         self._world_size = settings.world_size
         self._shards: dict[int, dict[int, ShardWritten]] = {}
         self._busy = asyncio.Lock()
@@ -86,6 +87,7 @@ class CheckpointDesk:
             files=(*files, letter.file),
         )
         manifest.commit(self._settings.checkpoint_url, record)
+        self.last_durable_step = letter.step
         saved = CheckpointSaved(
             step=letter.step,
             generation=letter.generation,

@@ -159,10 +159,6 @@ class Controller:
             self._stop_since_s = self._now_s()
             self._wake.set()
 
-    def ask_fault(self, rank: int, fault: int) -> None:
-        """Let a rank do a fault to itself (chaos only)."""
-        self._send_to_rank(rank, wire.AskFault(rank=rank, fault=fault))
-
     # --- beginning ---
 
     def _begin(self) -> None:
@@ -228,11 +224,13 @@ class Controller:
             case rules.Stop():
                 self._write_ranges(is_forced=True)
                 event = kinds.JobStopped(step=self._progress.last_step, reason=decision.reason)
-                await self._leave("stopped", event, is_memory_kept=True)
+                is_needed = self._is_attached and self._desk.last_durable_step < self._progress.last_step
+                await self._leave("stopped", event, is_memory_kept=is_needed)
             case rules.GiveUp():
                 self._write_ranges(is_forced=True)
                 event = kinds.JobFailed(reason=decision.reason, traceback=self._last_traceback)
-                await self._leave("failed", event, is_memory_kept=True)
+                # memory left behind by every script that fails would fill the node; a resume starts from durable ones
+                await self._leave("failed", event, is_memory_kept=False)
 
     def _view(self, finding: Finding | None) -> rules.JobView:
         now_s = self._now_s()

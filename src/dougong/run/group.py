@@ -1,9 +1,11 @@
-# pyright: standard
+# pyright: standard, reportIncompatibleMethodOverride=false, reportPrivateImportUsage=false
+# The names of the parameters differ from torch's, which passes them by place; torch exports its stores unmarked.
 """A process group whose inside can be replaced while the model above keeps it.
 
-DDP and others hold on to the group they were built with. When a peer dies, the gloo or NCCL group beneath is of no use any
-more, but the object that they hold is this one: it gets a new inner group, and the model goes on without being rebuilt.
-Every inner group has a store prefix of its own generation, so that no key of an earlier one is ever read.
+DDP and others hold on to the group they were built with. When a peer dies, the gloo or NCCL group beneath is of no
+use any more, but the object that they hold is this one: it gets a new inner group, and the model goes on without
+being rebuilt. Every inner group has a store prefix of its own generation, so that no key of an earlier one is ever
+read.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class ReplaceableGroup(dist.ProcessGroup):
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, *, inner_backend: str
     ) -> None:
-        super().__init__(rank, world_size)
+        super().__init__(rank, world_size)  # pyright: ignore[reportCallIssue]
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout

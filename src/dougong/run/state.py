@@ -158,7 +158,7 @@ def replication(parts: Mapping[str, Any], *, world_size: int) -> Replication:
         return Replication(is_replicated=True)
     if not isinstance(model, DistributedDataParallel):
         return Replication(is_replicated=False)
-    buffers = frozenset(f"model.{name}" for name, _ in cast("torch.nn.Module", model.module).named_buffers())
+    buffers = frozenset(f"model.{name}" for name, _ in cast("Any", model).module.named_buffers())
     if model.broadcast_buffers:
         return Replication(is_replicated=True, of_rank_0=buffers)
     return Replication(is_replicated=True, of_each_rank=buffers)
@@ -170,7 +170,7 @@ def num_parameters(model: Any) -> int:
 
 def _unwrapped(part: Any) -> Any:
     """DDP's inner module, so that a checkpoint loads without DDP too."""
-    return cast("Any", part.module) if isinstance(part, DistributedDataParallel) else part
+    return cast("Any", part).module if isinstance(part, DistributedDataParallel) else part
 
 
 def rng_state() -> dict[str, Any]:

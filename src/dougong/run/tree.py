@@ -47,8 +47,9 @@ def dismantle(tree: object, *, is_leaf: Callable[[object], bool]) -> tuple[bytes
         if type(value) is list or type(value) is tuple:
             items = [walk(item, (*path, index)) for index, item in enumerate(cast("Sequence[object]", value))]
             return ["l" if type(value) is list else "t", items]
-        if hasattr(value, "item") and getattr(value, "shape", None) == ():
-            return walk(cast("Any", value).item(), path)  # a NumPy scalar
+        scalar = cast("Any", value)
+        if hasattr(scalar, "item") and getattr(scalar, "shape", None) == ():
+            return walk(scalar.item(), path)  # of NumPy
         raise UserError(
             f"a {type(value).__module__}.{type(value).__qualname__} in the state cannot be saved without pickle",
             where="state" + "".join(f"[{part!r}]" for part in path),

@@ -212,20 +212,13 @@ class Deliver(ToAgent, frozen=True, kw_only=True):
     letter: AgentLetter
 
 
-class AskFault(ToAgent, frozen=True, kw_only=True):
-    """A rank does a fault to itself (chaos only)."""
-
-    rank: int
-    fault: int
-
-
 class Dismiss(ToAgent, frozen=True, kw_only=True):
     """The run is over: end all, give the memory back if told, leave."""
 
     is_memory_kept: bool
 
 
-ControllerMessage = Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | AskFault | Dismiss
+ControllerMessage = Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | Dismiss
 
 
 class Connection:

@@ -34,6 +34,8 @@ def run_worker(request: ForkRequest) -> int:
     place = worker_place()
     assert place is not None
     page = Page.open(place.node.page(place.rank))
+    if page.generation != place.generation:
+        return 1  # this rank was started again meanwhile; the page is the new one's
     page.begin(pid=os.getpid(), now_ns=time.monotonic_ns())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _name_process(f"rank{place.rank}")

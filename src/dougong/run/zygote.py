@@ -7,6 +7,7 @@ exits. When stdin closes (the agent is gone) it ends; its workers live on and ar
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -50,7 +51,7 @@ def _preload() -> bool:
     import dougong.run.attach
     import dougong.run.state
 
-    assert torch.distributed and dougong.run.attach and dougong.run.state
+    assert torch._dynamo and torch.distributed and dougong.run.attach and dougong.run.state
     return True
 
 
@@ -119,7 +120,8 @@ def _reap() -> None:
 
 
 def _say(message: ZygoteMessage) -> None:
-    os.write(1, msgspec.json.encode(message) + b"\n")
+    with contextlib.suppress(BrokenPipeError):  # the agent is gone; stdin says so too
+        os.write(1, msgspec.json.encode(message) + b"\n")
 
 
 if __name__ == "__main__":
