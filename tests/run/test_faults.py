@@ -3,9 +3,12 @@ every sample once."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,7 @@ from dougong.event.kinds import (
     NodeLost,
     RecoveryDecided,
     StateRestored,
+    WebhookSent,
     WorkerLost,
 )
 from tests.run import runs
@@ -285,3 +289,36 @@ def test_an_unmodified_torchrun_script_resumes_from_its_own_checkpoint(run_dir: 
 
 def runs_controller_pid(run_dir: Path) -> int:
     return [event.pid for event in runs.Finished(run_dir, code=0, stdout="", stderr="").events(ControllerStarted)][-1]
+
+
+def test_an_interruption_is_told_to_the_webhook(run_dir: Path) -> None:
+    heard: list[dict[str, object]] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            heard.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Keep the test's output clean."""
+
+    with HTTPServer(("127.0.0.1", 0), Hook) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        chaos = runs.write_chaos(run_dir.parent / "chaos.yaml", "kind: kill-worker, at_step: 10, rank: 0")
+        url = f"http://127.0.0.1:{server.server_port}/hook"
+        done = runs.run(run_dir, *SAVES, "--chaos", str(chaos), "--webhook", url, arguments=("--steps", "20"))
+        server.shutdown()
+    assert done.code == 0, done.report
+    assert [(told["kind"], told["rank"]) for told in heard] == [("WorkerLost", 0)]
+    assert [event.status for event in done.events(WebhookSent)] == [204]
+
+
+def test_a_second_launcher_on_the_same_run_is_refused(run_dir: Path) -> None:
+    process = runs.start(run_dir, *SAVES)
+    runs.wait_for_step(run_dir, 5)
+    second = runs.dougong("run", "--resume", str(run_dir))
+    assert second.returncode == 2
+    assert "is going on already" in second.stderr
+    done = runs.finish(process, run_dir)
+    assert done.code == 0, done.report

@@ -7,12 +7,15 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import click
 
 import dougong
+from dougong.backend.device import FoundAccelerator
+from dougong.backend.nvml import NvmlProbe
 from dougong.cli.launch import Launcher, View, point_latest
 from dougong.cli.run_options import RunOptions, Shape, membership, shape
 from dougong.clock import SystemClock
@@ -110,7 +113,8 @@ def settings_for(
     options: RunOptions, wanted: Shape, command: tuple[str, ...], run: RunDirectory, *, is_chaos: bool
 ) -> RunSettings:
     """The settings of a run on this machine."""
-    nodes, spares, cluster_name, peak, peak_source = _nodes(options, wanted)
+    nodes, spares, cluster_name = _nodes(options, wanted)
+    peak, peak_source = rank_peak(NvmlProbe().accelerators().accelerators)
     total = wanted.num_nodes * wanted.procs_per_node
     return RunSettings(
         format_version=FORMAT_VERSION,
@@ -156,12 +160,12 @@ def write_run(run: RunDirectory, settings: RunSettings) -> None:
         ) from error
 
 
-def _nodes(options: RunOptions, wanted: Shape) -> tuple[tuple[str, ...], tuple[str, ...], str, float | None, str]:
-    """Component paths of the active and the spare nodes, the cluster's name, and the peak of one rank's accelerator."""
+def _nodes(options: RunOptions, wanted: Shape) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Component paths of the active and the spare nodes, and the cluster's name."""
     count = wanted.num_nodes + options.spares
     if options.cluster is None:
         names = tuple(f"local/rack-01/node-{index:02d}" for index in range(1, count + 1))
-        return names[: wanted.num_nodes], names[wanted.num_nodes :], "local", None, ""
+        return names[: wanted.num_nodes], names[wanted.num_nodes :], "local"
     from dougong.spec.cluster import load_cluster
 
     cluster = load_cluster(options.cluster)
@@ -172,7 +176,24 @@ def _nodes(options: RunOptions, wanted: Shape) -> tuple[tuple[str, ...], tuple[s
             where=str(options.cluster),
             mend="ask for fewer nodes, or describe more",
         )
-    return names[: wanted.num_nodes], names[wanted.num_nodes : count], cluster.name, None, ""
+    return names[: wanted.num_nodes], names[wanted.num_nodes : count], cluster.name
+
+
+def rank_peak(found: Sequence[FoundAccelerator]) -> tuple[float | None, str]:
+    """The dense BF16 peak of one rank's accelerator, and where the figure is from; (None, "") = measure it.
+
+    What the driver says is there counts, not what a description says. All ranks have the same kind.
+    """
+    from dougong.spec import catalog
+
+    if not found:
+        return None, ""
+    try:
+        kind = catalog.accelerator(found[0].name)
+    except UserError:
+        return None, ""
+    peak = kind.peak_flop_per_s("bf16")
+    return (None, "") if peak is None else (peak, f"dense BF16 peak of {kind.name}, {kind.source}")
 
 
 def _checked_command(options: RunOptions) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ def dismantle(tree: object, *, is_leaf: Callable[[object], bool]) -> tuple[bytes
         if is_leaf(value):
             leaves.append(Leaf(path, value))
             return ["x", len(leaves) - 1]
+        kind: type[object] = type(value)
         if isinstance(value, _PLAIN) and type(value) in _PLAIN:
             return value
         if type(value) is int:
@@ -44,9 +45,9 @@ def dismantle(tree: object, *, is_leaf: Callable[[object], bool]) -> tuple[bytes
                 for key, item in cast("dict[Any, Any]", value).items()
             ]
             return ["o" if isinstance(value, OrderedDict) else "d", pairs]
-        if type(value) is list or type(value) is tuple:
+        if kind is list or kind is tuple:
             items = [walk(item, (*path, index)) for index, item in enumerate(cast("Sequence[object]", value))]
-            return ["l" if type(value) is list else "t", items]
+            return ["l" if kind is list else "t", items]
         scalar = cast("Any", value)
         if hasattr(scalar, "item") and getattr(scalar, "shape", None) == ():
             return walk(scalar.item(), path)  # of NumPy
