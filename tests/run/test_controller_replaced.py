@@ -54,9 +54,9 @@ def known(controller: Any) -> dict[str, Any]:
         "num_fruitless": controller._num_fruitless,
         "max_step": controller._progress.max_step,
         "is_resumed": controller._is_resumed,
-        "is_restored": controller._is_restored,
+        "is_restored": controller._announcements.is_restored,
         "lost": {node.component for node in controller._nodes.values() if node.is_lost},
-        "is_model_described": controller._is_model_described,
+        "is_model_described": controller._announcements.is_model_described,
     }
 
 

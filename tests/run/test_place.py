@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from dougong.run.place import WorkerPlace, rank_and_world_size, torchrun_variables, worker_place, worker_variables
+from dougong.run.settings import HangRule, Policy, RunSettings, SaveRule
+from dougong.run.wire import Launch, Restore
 
 PLACE = WorkerPlace(
     run_id="ab12",
@@ -26,17 +26,38 @@ PLACE = WorkerPlace(
 )
 
 
-def variables(**changes: Any) -> dict[str, str]:
-    base: dict[str, Any] = {
-        "procs_per_node": 4,
-        "node_rank": 1,
-        "num_nodes": 2,
-        "master_address": "127.0.0.1",
-        "master_port": 2950,
-        "num_restarts": 2,
-        "max_restarts": 3,
-    }
-    return torchrun_variables(PLACE, **{**base, **changes})
+def variables() -> dict[str, str]:
+    settings = RunSettings(
+        format_version=1,
+        run_id="ab12",
+        version="0",
+        command=("train.py",),
+        working_directory="/",
+        backend="local",
+        cluster_name="local",
+        nodes=("a", "b"),
+        spares=(),
+        num_accelerators=8,
+        procs_per_node=4,
+        policy=Policy(max_restarts=3),
+        hang=HangRule(),
+        save=SaveRule(),
+        checkpoint_url="checkpoints",
+        memory_root="memory",
+        threads_per_worker=1,
+    )
+    launch = Launch(
+        generation=3,
+        num_restarts=2,
+        ranks=((5, 1),),
+        world_size=8,
+        node_rank=1,
+        num_nodes=2,
+        master_address="127.0.0.1",
+        master_port=2950,
+        restore=Restore(source="none"),
+    )
+    return torchrun_variables(PLACE, settings, launch)
 
 
 def test_a_worker_finds_its_place_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:

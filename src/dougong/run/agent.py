@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,14 @@ from dougong.backend.local import process
 from dougong.clock import Clock
 from dougong.run import wire
 from dougong.run.activity import ActivityState, advance
-from dougong.run.fork import Exited, Forked, ForkRequest, Preloaded, ZygoteMessage
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
 from dougong.run.letters import post, read_from_worker, unread
 from dougong.run.page import Page, StepRecord
-from dougong.run.place import WorkerPlace, torchrun_variables, worker_variables
+from dougong.run.place import place_of, torchrun_variables, worker_variables
 from dougong.run.settings import RunSettings
 from dougong.run.snapshot import SnapshotFiles
 from dougong.run.stacks import take_stack
+from dougong.run.zygote_link import ZygoteLink
 
 _TICK_S = 0.02
 _STATUS_S = 0.2
@@ -39,6 +38,7 @@ _READING_S = 0.25
 _ORPHAN_S = 30.0
 _RECONNECT_S = 0.2
 _LOG_TAIL_BYTES = 4096
+_EXIT_CODE_S = 0.2
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,11 +81,8 @@ class Agent:
         self._workers: dict[int, _Worker] = {}
         self._connection: wire.Connection | None = None
         self._told: list[wire.ToController] = []
-        self._zygote: asyncio.subprocess.Process | None = None
-        self._is_warm = False
-        self._requests: dict[int, asyncio.Future[int]] = {}
-        self._exits: dict[int, tuple[int | None, int | None]] = {}
-        self._num_requests = 0
+        log_path = run.logs / f"zygote-{component.rsplit('/', 1)[-1]}.log"
+        self._zygote = ZygoteLink(settings, log_path=log_path, spawn=self._spawn)
         self._generation = 0
         self._killed_generation = 0
         self._launching = asyncio.Lock()
@@ -98,7 +95,7 @@ class Agent:
         """Serve until dismissed."""
         self._node.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._adopt()
-        await self._start_zygote()
+        await self._zygote.start()
         watch = asyncio.create_task(self._watch())
         watch.add_done_callback(self._on_task_done)
         try:
@@ -115,8 +112,7 @@ class Agent:
                     await asyncio.sleep(_RECONNECT_S)
         finally:
             watch.cancel()
-            if self._zygote is not None and self._zygote.stdin is not None:
-                self._zygote.stdin.close()
+            self._zygote.close()
 
     # --- speaking with the controller ---
 
@@ -152,7 +148,7 @@ class Agent:
             num_slots=self._settings.procs_per_node,
             free_port=free_port(_listen_host(self._settings)),
             workers=tuple(worker.worker for worker in self._workers.values()),
-            snapshots=self._snapshots(is_verified=False),
+            snapshots=snapshots_in(self._node, is_verified=False),
         )
 
     def _tell(self, message: wire.ToController, *, is_kept: bool = True) -> None:
@@ -204,7 +200,7 @@ class Agent:
             return
         self._generation = launch.generation
         self._told = [message for message in self._told if not _is_of_generation_before(message, launch.generation)]
-        is_warm = self._is_warm
+        is_warm = self._zygote.is_warm
         await self._end([worker for worker in self._workers.values() if worker.worker.generation < launch.generation])
         try:
             for rank, local_rank in launch.ranks:
@@ -219,20 +215,13 @@ class Agent:
         for box in (self._node.outbox(rank), self._node.inbox(rank)):
             shutil.rmtree(box, ignore_errors=True)
         page = Page.create(self._node.page(rank), generation=launch.generation)
-        place = self._place(launch, rank, local_rank)
+        place = place_of(self._settings, self._run, self._node, launch, rank=rank, local_rank=local_rank)
         log_path = self._run.logs / f"rank-{rank}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             log.write(f"--- generation {launch.generation} on {self._component}\n".encode())
-        pid = await self._fork(
-            ForkRequest(
-                request=self._next_request(),
-                variables={**worker_variables(place), **self._torchrun_variables(place, launch)},
-                command=self._settings.command,
-                working_directory=self._settings.working_directory,
-                log_path=str(log_path),
-            )
-        )
+        variables = {**worker_variables(place), **torchrun_variables(place, self._settings, launch)}
+        pid = await self._zygote.fork(variables=variables, log_path=log_path)
         if launch.generation <= self._killed_generation:
             # it was ended before it began: the zygote was still importing when it was asked for
             process.kill(pid)
@@ -242,92 +231,6 @@ class Agent:
             rank=rank, local_rank=local_rank, generation=launch.generation, pid=pid, start_ticks=started
         )
         self._take_in(running, page)
-
-    def _place(self, launch: wire.Launch, rank: int, local_rank: int) -> WorkerPlace:
-        return WorkerPlace(
-            run_id=self._settings.run_id,
-            run_root=str(self._run.root),
-            node_root=str(self._node.root),
-            checkpoint_url=self._settings.checkpoint_url,
-            generation=launch.generation,
-            rank=rank,
-            local_rank=local_rank,
-            world_size=launch.world_size,
-            restore_source=launch.restore.source,
-            restore_step=launch.restore.step,
-            restore_directory=launch.restore.directory,
-            memory_every_steps=self._settings.save.memory_every_steps,
-            durable_every_steps=self._settings.save.durable_every_steps,
-            commit_timeout_s=self._settings.save.commit_timeout_s,
-            wants_peak=launch.generation == 1 and self._settings.peak_flop_per_s is None,
-            is_chaos=self._settings.is_chaos,
-        )
-
-    def _torchrun_variables(self, place: WorkerPlace, launch: wire.Launch) -> dict[str, str]:
-        limit = self._settings.policy.max_restarts
-        return torchrun_variables(
-            place,
-            procs_per_node=self._settings.procs_per_node,
-            node_rank=launch.node_rank,
-            num_nodes=launch.num_nodes,
-            master_address=launch.master_address,
-            master_port=launch.master_port,
-            num_restarts=launch.num_restarts,
-            max_restarts=0 if limit is None else limit,
-        )
-
-    async def _start_zygote(self) -> None:
-        self._is_warm = False
-        log_path = self._run.logs / f"zygote-{self._component.rsplit('/', 1)[-1]}.log"
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        environment = dict(os.environ)
-        environment.setdefault("OMP_NUM_THREADS", str(self._settings.threads_per_worker))
-        environment.setdefault("PYTHONUNBUFFERED", "1")
-        if self._settings.backend == "local":
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        with log_path.open("ab") as log:
-            self._zygote = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "dougong.run.zygote",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                cwd=self._settings.working_directory,
-                env=environment,
-            )
-        self._spawn(self._hear_zygote(self._zygote))
-
-    async def _hear_zygote(self, zygote: asyncio.subprocess.Process) -> None:
-        assert zygote.stdout is not None
-        while line := await zygote.stdout.readline():
-            message = msgspec.json.decode(line, type=ZygoteMessage)
-            match message:
-                case Preloaded():
-                    self._is_warm = True
-                case Forked():
-                    if not (future := self._requests.pop(message.request)).done():
-                        future.set_result(message.pid)
-                case Exited():
-                    self._exits[message.pid] = (message.exit_code, message.signal)
-        for future in self._requests.values():
-            future.set_exception(ConnectionError("the zygote died"))
-        self._requests.clear()
-        if not self._is_dismissed:
-            await asyncio.sleep(_RECONNECT_S)
-            await self._start_zygote()
-
-    async def _fork(self, request: ForkRequest) -> int:
-        assert self._zygote is not None and self._zygote.stdin is not None
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._requests[request.request] = future
-        self._zygote.stdin.write(msgspec.json.encode(request) + b"\n")
-        await self._zygote.stdin.drain()
-        return await future
-
-    def _next_request(self) -> int:
-        self._num_requests += 1
-        return self._num_requests
 
     def _take_in(self, running: wire.RunningWorker, page: Page) -> None:
         """Watch a worker by its pidfd: its end is an event, also when it is not our child.
@@ -381,8 +284,8 @@ class Agent:
     def _status(self, now_s: float) -> wire.Status:
         return wire.Status(
             ranks=tuple(self._rank_status(worker, now_s) for worker in self._workers.values()),
-            snapshots=self._snapshots(is_verified=False),
-            is_standby_ready=self._is_warm,
+            snapshots=snapshots_in(self._node, is_verified=False),
+            is_standby_ready=self._zygote.is_warm,
         )
 
     def _rank_status(self, worker: _Worker, now_s: float) -> wire.RankStatus:
@@ -398,27 +301,6 @@ class Agent:
             activity="gone" if state is None else state.activity,
             is_attached=worker.page.is_attached,
         )
-
-    def _snapshots(self, *, is_verified: bool) -> tuple[wire.SnapshotStatus, ...]:
-        """All valid memory checkpoints of the node; those of ranks that run elsewhere by now included."""
-        found: list[wire.SnapshotStatus] = []
-        for page in sorted(self._node.root.glob("rank-*.commit")):
-            rank = int(page.name.removeprefix("rank-").removesuffix(".commit"))
-            files = SnapshotFiles(self._node.snapshot(rank))
-            for slot in files.slots():
-                if is_verified and not files.is_whole(slot):
-                    continue
-                found.append(
-                    wire.SnapshotStatus(
-                        rank=rank,
-                        step=slot.step,
-                        generation=slot.generation,
-                        world_size=slot.world_size,
-                        num_bytes=slot.num_bytes,
-                        is_verified=is_verified,
-                    )
-                )
-        return tuple(found)
 
     def _forward_letters(self) -> None:
         for rank in tuple(self._workers):
@@ -463,10 +345,7 @@ class Agent:
         """Say how a worker ended, after its last letters and steps. A moment is given to the zygote to say the exit
         code."""
         time_ns = self._clock.wall_ns()
-        deadline_s = self._now_s() + 0.2
-        while worker.worker.pid not in self._exits and self._now_s() < deadline_s and self._zygote is not None:
-            await asyncio.sleep(0.002)
-        exit_code, signal_number = self._exits.pop(worker.worker.pid, (None, None))
+        exit_code, signal_number = await self._zygote.how_it_ended(worker.worker.pid, timeout_s=_EXIT_CODE_S)
         self._forward_letters()
         running = worker.worker
         self._keep_last_steps(worker)
@@ -498,7 +377,7 @@ class Agent:
             await self._wait_gone(victims, timeout_s=order.grace_s)
         await self._end(victims)
         undead = tuple(worker.worker.rank for worker in victims if process.is_alive(worker.worker.pid))
-        snapshots = await asyncio.to_thread(self._snapshots, is_verified=True)
+        snapshots = await asyncio.to_thread(snapshots_in, self._node, is_verified=True)
         self._tell(
             wire.Killed(
                 generation=order.generation,
@@ -541,6 +420,31 @@ class Agent:
 
     def _now_s(self) -> float:
         return self._clock.monotonic_ns() / 1e9
+
+
+def snapshots_in(node: NodeDirectory, *, is_verified: bool) -> tuple[wire.SnapshotStatus, ...]:
+    """All valid memory checkpoints of a node, those of ranks that run elsewhere by now included.
+
+    `is_verified`: every byte was read, and only those whose checksum agrees are returned.
+    """
+    found: list[wire.SnapshotStatus] = []
+    for page in sorted(node.root.glob("rank-*.commit")):
+        rank = int(page.name.removeprefix("rank-").removesuffix(".commit"))
+        files = SnapshotFiles(node.snapshot(rank))
+        for slot in files.slots():
+            if is_verified and not files.is_whole(slot):
+                continue
+            found.append(
+                wire.SnapshotStatus(
+                    rank=rank,
+                    step=slot.step,
+                    generation=slot.generation,
+                    world_size=slot.world_size,
+                    num_bytes=slot.num_bytes,
+                    is_verified=is_verified,
+                )
+            )
+    return tuple(found)
 
 
 def free_port(host: str) -> int:

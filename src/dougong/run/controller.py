@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -22,10 +21,13 @@ from dougong.event.log import EventLog
 from dougong.run import decide as rules
 from dougong.run import letters, wire
 from dougong.run.agent import Address
+from dougong.run.announcements import Announcements
 from dougong.run.checkpoints import CheckpointDesk, newest_good
 from dougong.run.hang import Finding, find_hang
 from dougong.run.history import JobHistory
 from dougong.run.layout import RunDirectory, write_atomically
+from dougong.run.losses import loss_of_end, loss_of_error
+from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_of
 from dougong.run.progress import JobProgress
 from dougong.run.settings import RunSettings
 from dougong.run.stacks import name_culprit
@@ -37,29 +39,10 @@ _STALE_STATUS_S = 2.0
 _STACKS_S = 3.0
 _STOP_S = 90.0
 _SIGTERM_GRACE_S = 10.0
-_MEMORY_EVENT_S = 1.0
 _SILENT_S = 5.0
 _LAUNCH_S = 120.0
 
 Status = Literal["gathering", "running", "tearing-down", "backing-off", "ended"]
-
-
-class _Node:
-    """A node as the controller holds it."""
-
-    def __init__(self, component: str, *, is_lost: bool, now_s: float) -> None:
-        self.component = component
-        self.is_lost = is_lost
-        self.connection: wire.Connection | None = None
-        self.gone_since_s = now_s
-        self.heard_s = now_s
-        self.is_agent_asked = False
-        self.was_connected = False
-        self.address = ""
-        self.free_port = 0
-        self.status: wire.Status | None = None
-        self.status_s = 0.0
-        self.verified: tuple[wire.SnapshotStatus, ...] = ()
 
 
 class Controller:
@@ -92,13 +75,12 @@ class Controller:
         now_s = self._now_s()
         lost = frozenset[str]() if is_resume else history.lost_nodes
         names = (*settings.nodes, *settings.spares)
-        self._nodes = {name: _Node(name, is_lost=name in lost, now_s=now_s) for name in names}
+        self._nodes = {name: NodeSession(name, is_lost=name in lost, now_s=now_s) for name in names}
         self._status: Status = "gathering"
         self._status_since_s = now_s
         self._generation = history.generation
         self._placement = history.placement
         self._is_attached = history.is_attached
-        self._is_restored = history.is_restored
         self._is_resumed = history.is_resumed
         self._num_restarts = 0 if is_resume else history.num_restarts
         self._num_fruitless = 0 if is_resume else history.num_fruitless
@@ -109,18 +91,12 @@ class Controller:
         self._finished: set[int] = set()
         self._stopped: set[int] = set()
         self._killed: set[str] = set()
-        self._restored: dict[int, letters.Restored] = {}
-        self._peaks: dict[int, letters.PeakMeasured] = {}
-        self._is_model_described = history.is_model_described
-        self._is_peak_described = history.is_peak_described
         self._backoff_until_s = 0.0
         self._pending: rules.Place | None = None
         self._stop_since_s: float | None = None
         self._is_stop_sent = False
         self._stacks: dict[int, str] = {}
         self._stacks_from: set[str] = set()
-        self._last_memory_step = 0
-        self._last_memory_s = 0.0
         self._last_stall_s = 0.0
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -129,6 +105,7 @@ class Controller:
         self._is_leaving = False
         self._restore = wire.Restore(source="none")
         self._launched: set[str] = set()
+        self._announcements = Announcements(settings, history)
         self._desk = CheckpointDesk(settings, clock=clock)
 
     async def run(self, *, on_listening: Callable[[Address], None] = lambda _: None) -> str:
@@ -241,14 +218,10 @@ class Controller:
             num_nodes=len(self._settings.nodes),
             placement=self._placement,
             nodes=tuple(
-                rules.NodeView(
-                    component=node.component,
-                    is_connected=node.connection is not None,
-                    is_lost=node.is_lost,
+                node.view(
+                    now_s=now_s,
+                    was_known=self._history.is_started,
                     is_ready=not self._is_resume or self._status != "gathering" or node.component in self._killed,
-                    was_connected=node.was_connected or self._history.is_started,
-                    silent_s=0.0 if node.connection is not None else now_s - node.gone_since_s,
-                    is_agent_asked=node.is_agent_asked,
                 )
                 for node in self._nodes.values()
             ),
@@ -320,21 +293,14 @@ class Controller:
             if node.connection is connection:
                 self._disconnected(node, connection, str(error))
 
-    def _connected(self, node: _Node, connection: wire.Connection, hello: wire.Hello) -> None:
+    def _connected(self, node: NodeSession, connection: wire.Connection, hello: wire.Hello) -> None:
         if node.was_connected or (self._history.is_started and not self._is_resume):
             self._record(kinds.AgentReturned(component=node.component, num_workers=len(hello.workers)))
         else:
             role = "active" if node.component in self._settings.nodes else "spare"
             share = self._settings.num_accelerators // max(1, len(self._settings.nodes))
             self._record(kinds.NodeJoined(component=node.component, role=role, num_accelerators=share))
-        node.connection = connection
-        node.was_connected = True
-        node.is_agent_asked = False
-        node.heard_s = self._now_s()
-        node.address = hello.address
-        node.free_port = hello.free_port
-        node.status = None
-        node.verified = hello.snapshots
+        node.open(connection, hello, now_s=self._now_s())
         connection.send(wire.Welcome(generation=self._generation))
         if self._status == "tearing-down" or (self._status == "gathering" and self._is_resume):
             connection.send(wire.Kill(generation=self._generation))
@@ -342,7 +308,7 @@ class Controller:
             self._compare_workers(node, hello)
         self._wake.set()
 
-    def _compare_workers(self, node: _Node, hello: wire.Hello) -> None:
+    def _compare_workers(self, node: NodeSession, hello: wire.Hello) -> None:
         """Ranks that should run there and do not ended while nobody watched."""
         there = {worker.rank for worker in hello.workers if worker.generation == self._generation}
         for placed in self._placement:
@@ -367,19 +333,17 @@ class Controller:
             )
         )
 
-    def _disconnected(self, node: _Node, connection: wire.Connection, reason: str) -> None:
+    def _disconnected(self, node: NodeSession, connection: wire.Connection, reason: str) -> None:
         if node.connection is not connection:
             return
-        node.connection = None
-        node.gone_since_s = self._now_s()
-        node.status = None
+        node.lose_connection(now_s=self._now_s())
         if not self._is_leaving and not node.is_lost:
             self._record(kinds.AgentLost(component=node.component, reason=reason))
         self._wake.set()
 
     # --- what agents say ---
 
-    def _hear(self, node: _Node, message: wire.AgentMessage) -> None:
+    def _hear(self, node: NodeSession, message: wire.AgentMessage) -> None:
         match message:
             case wire.Hello():
                 return
@@ -447,19 +411,18 @@ class Controller:
             self._write_ranges(is_forced=True)
             self._record(kinds.JobResumed(generation=self._generation, step=self._progress.last_step))
 
-    def _hear_letter(self, node: _Node, letter: letters.WorkerLetter) -> None:
+    def _hear_letter(self, node: NodeSession, letter: letters.WorkerLetter) -> None:
         if letter.generation != self._generation:
             return
         match letter:
             case letters.ModelFound():
-                self._describe_model(letter)
+                self._record_all(self._announcements.model(letter))
             case letters.PeakMeasured():
-                self._describe_peak(letter)
+                self._record_all(self._announcements.peak(letter))
             case letters.Restored():
-                self._restored[letter.rank] = letter
-                self._note_restored()
+                self._record_all(self._announcements.restored(letter))
             case letters.ErrorRaised():
-                self._add_loss(_loss_of_error(letter, node.component))
+                self._add_loss(loss_of_error(letter, node.component))
             case letters.ScriptEnded():
                 if letter.exit_code == 0:
                     self._finished.add(letter.rank)
@@ -468,7 +431,7 @@ class Controller:
             case letters.ShardWritten() | letters.ShardFailed() | letters.MetadataWritten():
                 self._spawn(self._see_to_checkpoint(letter))
 
-    def _hear_end(self, node: _Node, message: wire.WorkerEnded) -> None:
+    def _hear_end(self, node: NodeSession, message: wire.WorkerEnded) -> None:
         if message.generation != self._generation:
             return
         if message.exit_code == 0 or (
@@ -481,23 +444,7 @@ class Controller:
             return
         if any(loss.rank == message.rank for loss in self._losses):
             return
-        if message.signal is not None:
-            detail = f"ended by signal {message.signal} ({signal.Signals(message.signal).name})"
-        elif message.exit_code is None:
-            detail = "ended, its exit code is not known"
-        else:
-            detail = f"exited with code {message.exit_code}"
-        self._add_loss(
-            rules.Loss(
-                rank=message.rank,
-                component=node.component,
-                cause_class="crash",
-                detail=detail,
-                order=(0, message.time_ns),
-                onset_ns=message.time_ns,
-                traceback=message.log_tail if message.exit_code else "",
-            )
-        )
+        self._add_loss(loss_of_end(message, node.component))
 
     def _is_over(self, rank: int) -> bool:
         return rank in self._finished or rank in self._stopped
@@ -510,75 +457,16 @@ class Controller:
         self._losses.append(loss)
         self._wake.set()
 
-    # --- what is told once ---
-
-    def _describe_model(self, letter: letters.ModelFound) -> None:
-        if self._is_model_described:
-            return
-        self._is_model_described = True
-        self._record(
-            kinds.ModelDescribed(
-                num_parameters=letter.num_parameters,
-                model_flop_per_token=letter.model_flop_per_token,
-                hardware_flop_per_token=letter.hardware_flop_per_token,
-                source=letter.source,
-            )
-        )
-        if self._settings.peak_flop_per_s is not None:
-            self._is_peak_described = True
-            total = self._settings.peak_flop_per_s * self._settings.world_size
-            self._record(kinds.PeakDescribed(peak_flop_per_s=total, source=self._settings.peak_source))
-
-    def _describe_peak(self, letter: letters.PeakMeasured) -> None:
-        self._peaks[letter.rank] = letter
-        if self._is_peak_described or len(self._peaks) < self._settings.world_size:
-            return
-        self._is_peak_described = True
-        total = sum(peak.flop_per_s for peak in self._peaks.values())
-        source = f"{letter.source}, all {len(self._peaks)} ranks at once"
-        self._record(kinds.PeakDescribed(peak_flop_per_s=total, source=source))
-
-    def _note_restored(self) -> None:
-        if self._is_restored or len(self._restored) < len(self._placement):
-            return
-        self._is_restored = True
-        slowest = max(self._restored.values(), key=lambda letter: letter.reload_s)
-        source = slowest.source
-        assert source in ("none", "memory", "durable")
-        self._record(
-            kinds.StateRestored(
-                generation=self._generation,
-                step=slowest.step,
-                source=source,
-                reload_s=slowest.reload_s,
-                reason="" if self._pending is None else self._pending.reason,
-            )
-        )
+    # --- steps and checkpoints ---
 
     def _note_memory_checkpoints(self) -> None:
-        """The newest step that all ranks hold in memory, at most once a second."""
-        now_s = self._now_s()
-        if self._status != "running" or now_s - self._last_memory_s < _MEMORY_EVENT_S:
+        if self._status != "running":
             return
-        held: dict[int, list[wire.SnapshotStatus]] = {}
-        for node in self._nodes.values():
-            for snapshot in node.status.snapshots if node.status is not None else ():
-                if snapshot.generation == self._generation:
-                    held.setdefault(snapshot.step, []).append(snapshot)
-        complete = [step for step, parts in held.items() if len(parts) == len(self._placement)]
-        step = max(complete, default=0)
-        if step <= self._last_memory_step:
-            return
-        self._last_memory_step, self._last_memory_s = step, now_s
-        num_bytes = sum(part.num_bytes for part in held[step])
-        self._record(
-            kinds.CheckpointSaved(
-                step=step,
-                generation=self._generation,
-                tier="memory",
-                num_bytes=num_bytes,
-                stall_s=self._last_stall_s,
-                write_s=0.0,
+        statuses = (node.status for node in self._nodes.values() if node.status is not None)
+        snapshots = (snapshot for status in statuses for snapshot in status.snapshots)
+        self._record_all(
+            self._announcements.memory(
+                snapshots, generation=self._generation, stall_s=self._last_stall_s, now_s=self._now_s()
             )
         )
 
@@ -587,8 +475,7 @@ class Controller:
         if ranges:
             # an event that says a step is finished must not outlive the step's samples
             self._samples.flush()
-        for event in ranges:
-            self._record(event)
+        self._record_all(ranges)
 
     async def _see_to_checkpoint(
         self, letter: letters.ShardWritten | letters.ShardFailed | letters.MetadataWritten
@@ -599,8 +486,7 @@ class Controller:
         except (OSError, DougongError) as error:
             self._record(kinds.WarningRaised(component="checkpoints", text=f"step {letter.step}: {error}"))
             return
-        for event in outcome.events:
-            self._record(event)
+        self._record_all(outcome.events)
         if outcome.to_rank_0 is not None and self._generation == generation:
             self._send_to_rank(0, wire.Deliver(rank=0, letter=outcome.to_rank_0))
         self._wake.set()
@@ -611,7 +497,7 @@ class Controller:
         """A node that was told to start its ranks and does not say that it did."""
         if self._status != "running" or self._now_s() - self._status_since_s < _LAUNCH_S or self._losses:
             return
-        if self._is_restored or self._progress.last_step:
+        if self._announcements.is_restored or self._progress.last_step:
             return
         for placed in self._placement:
             if placed.component not in self._launched and self._nodes[placed.component].connection is not None:
@@ -639,7 +525,7 @@ class Controller:
         self._stacks_from.clear()
         asked = {placed.component for placed in self._placement if self._nodes[placed.component].connection is not None}
         for component in asked:
-            self._send(component, wire.TakeStacks(generation=self._generation))
+            self._nodes[component].send(wire.TakeStacks(generation=self._generation))
         deadline_s = self._now_s() + _STACKS_S
         while not asked <= self._stacks_from and self._now_s() < deadline_s:
             await asyncio.sleep(0.01)
@@ -662,7 +548,7 @@ class Controller:
         detail, evidence, rank, component = loss.detail, "", loss.rank, loss.component
         onset_ns = loss.onset_ns
         if decision.wants_stacks:
-            onset_ns = self._onset_of_silence()
+            onset_ns = onset_of_silence_ns(ranks_of(self._nodes.values()), now_ns=self._clock.wall_ns())
             await self._gather_stacks()
             if loss.cause_class == "hang":
                 rank, verdict = name_culprit(self._stacks, suspect=loss.rank)
@@ -687,16 +573,9 @@ class Controller:
         self._become("tearing-down")
         self._killed.clear()
         for component in {placed.component for placed in self._placement}:
-            self._send(component, wire.Kill(generation=self._generation))
+            self._nodes[component].send(wire.Kill(generation=self._generation))
         if self._settings.webhook_url:
             self._spawn(self._tell_webhook(event))
-
-    def _onset_of_silence(self) -> int:
-        """A hang began when the last rank gave its last sign."""
-        statuses = [rank for node in self._nodes.values() if node.status is not None for rank in node.status.ranks]
-        silent_s = min((max(rank.idle_s, 0.0) for rank in statuses if rank.activity != "gone"), default=0.0)
-        stopped = [rank.quiet_s for rank in statuses if rank.activity == "stopped"]
-        return self._wall_ns() - round((max(stopped) if stopped else silent_s) * 1e9)
 
     async def _tell_webhook(self, event: kinds.WorkerLost) -> None:
         status, detail = await asyncio.to_thread(
@@ -738,8 +617,7 @@ class Controller:
         durable = None
         if self._is_attached:
             durable, rejected = await asyncio.to_thread(newest_good, self._settings.checkpoint_url)
-            for event in rejected:
-                self._record(event)
+            self._record_all(rejected)
         return rules.choose_restore(
             snapshots, durable=durable, world_size=len(placement), is_attached=self._is_attached
         )
@@ -753,12 +631,9 @@ class Controller:
         self._losses.clear()
         self._finished.clear()
         self._stopped.clear()
-        self._restored.clear()
         self._launched.clear()
-        self._peaks.clear()
-        self._is_restored = False
         self._is_resumed = self._generation == 1
-        self._last_memory_step = 0
+        self._announcements.begin_generation(world_size=len(decision.placement), reason=decision.reason)
         self._desk.begin_generation(self._generation, world_size=len(decision.placement))
         self._progress.begin_generation(self._generation, world_size=len(decision.placement))
         self._record(
@@ -775,8 +650,7 @@ class Controller:
         head = self._nodes[components[0]]
         for index, component in enumerate(components):
             ranks = tuple((p.rank, p.local_rank) for p in decision.placement if p.component == component)
-            self._send(
-                component,
+            self._nodes[component].send(
                 wire.Launch(
                     generation=self._generation,
                     num_restarts=self._num_restarts,
@@ -787,7 +661,7 @@ class Controller:
                     master_address=head.address,
                     master_port=self._settings.master_port or head.free_port,
                     restore=self._restore,
-                ),
+                )
             )
 
     # --- stopping ---
@@ -813,10 +687,7 @@ class Controller:
             )
 
     def _highest_step(self) -> int:
-        return max(
-            (rank.step for node in self._nodes.values() if node.status is not None for rank in node.status.ranks),
-            default=self._progress.last_step,
-        )
+        return max((rank.step for rank in ranks_of(self._nodes.values())), default=self._progress.last_step)
 
     async def _leave(self, end: str, event: kinds.AnyEvent, *, is_memory_kept: bool) -> None:
         await self._desk.finish()
@@ -836,22 +707,20 @@ class Controller:
         self._status = status
         self._status_since_s = self._now_s()
 
-    def _send(self, component: str, message: wire.ToAgent) -> None:
-        connection = self._nodes[component].connection
-        if connection is not None:
-            connection.send(message)
-
     def _send_to_rank(self, rank: int, message: wire.ToAgent) -> None:
         for placed in self._placement:
             if placed.rank == rank:
-                self._send(placed.component, message)
+                self._nodes[placed.component].send(message)
 
     def _broadcast(self, message: wire.ToAgent) -> None:
-        for component in self._nodes:
-            self._send(component, message)
+        for node in self._nodes.values():
+            node.send(message)
 
     def _record(self, event: kinds.AnyEvent) -> None:
         self._log.append(event)
+
+    def _record_all(self, events: Iterable[kinds.AnyEvent]) -> None:
+        self._log.append_many(tuple(events))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -870,16 +739,3 @@ class Controller:
 
     def _wall_ns(self) -> int:
         return self._clock.wall_ns()
-
-
-def _loss_of_error(letter: letters.ErrorRaised, component: str) -> rules.Loss:
-    """A broken collective is rarely the cause, so it sorts behind every other loss."""
-    return rules.Loss(
-        rank=letter.rank,
-        component=component,
-        cause_class="network" if letter.is_broken_collective else "exception",
-        detail=letter.error,
-        order=(int(letter.is_broken_collective), letter.time_ns),
-        onset_ns=letter.time_ns,
-        traceback=letter.traceback,
-    )

@@ -10,6 +10,7 @@ import itertools
 import os
 import time
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -45,7 +46,7 @@ class Restored(Letter, frozen=True, kw_only=True):
     """The rank holds the state of `step`."""
 
     step: int
-    source: str
+    source: Literal["none", "memory", "durable"]
     reload_s: float
 
 

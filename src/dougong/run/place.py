@@ -9,6 +9,8 @@ from typing import Literal
 import msgspec
 
 from dougong.run.layout import NodeDirectory, RunDirectory
+from dougong.run.settings import RunSettings
+from dougong.run.wire import Launch
 
 VARIABLE = "DOUGONG_WORKER"
 
@@ -57,34 +59,49 @@ def worker_variables(place: WorkerPlace) -> dict[str, str]:
     return {VARIABLE: msgspec.json.encode(place).decode()}
 
 
-def torchrun_variables(
-    place: WorkerPlace,
-    *,
-    procs_per_node: int,
-    node_rank: int,
-    num_nodes: int,
-    master_address: str,
-    master_port: int,
-    num_restarts: int,
-    max_restarts: int,
-) -> dict[str, str]:
+def place_of(
+    settings: RunSettings, run: RunDirectory, node: NodeDirectory, launch: Launch, *, rank: int, local_rank: int
+) -> WorkerPlace:
+    """The place of a rank that is about to be started."""
+    return WorkerPlace(
+        run_id=settings.run_id,
+        run_root=str(run.root),
+        node_root=str(node.root),
+        checkpoint_url=settings.checkpoint_url,
+        generation=launch.generation,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=launch.world_size,
+        restore_source=launch.restore.source,
+        restore_step=launch.restore.step,
+        restore_directory=launch.restore.directory,
+        memory_every_steps=settings.save.memory_every_steps,
+        durable_every_steps=settings.save.durable_every_steps,
+        commit_timeout_s=settings.save.commit_timeout_s,
+        wants_peak=launch.generation == 1 and settings.peak_flop_per_s is None,
+        is_chaos=settings.is_chaos,
+    )
+
+
+def torchrun_variables(place: WorkerPlace, settings: RunSettings, launch: Launch) -> dict[str, str]:
     """The environment that torchrun gives a worker (source: torch.distributed.run, "Environment Variables").
 
     The store is hosted by rank 0 on a port of its own for each generation, so no key of an earlier one can be read.
     """
+    max_restarts = settings.policy.max_restarts or 0
     return {
         "LOCAL_RANK": str(place.local_rank),
         "RANK": str(place.rank),
-        "GROUP_RANK": str(node_rank),
+        "GROUP_RANK": str(launch.node_rank),
         "ROLE_RANK": str(place.rank),
         "ROLE_NAME": "default",
-        "LOCAL_WORLD_SIZE": str(procs_per_node),
+        "LOCAL_WORLD_SIZE": str(settings.procs_per_node),
         "WORLD_SIZE": str(place.world_size),
-        "GROUP_WORLD_SIZE": str(num_nodes),
+        "GROUP_WORLD_SIZE": str(launch.num_nodes),
         "ROLE_WORLD_SIZE": str(place.world_size),
-        "MASTER_ADDR": master_address,
-        "MASTER_PORT": str(master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(num_restarts),
+        "MASTER_ADDR": launch.master_address,
+        "MASTER_PORT": str(launch.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(launch.num_restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_RUN_ID": place.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",

@@ -1,0 +1,73 @@
+"""A node in the controller's hands: its connection and the last that was heard of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dougong.run import wire
+from dougong.run.decide import NodeView
+
+
+class NodeSession:
+    """One node of the run, connected or not."""
+
+    def __init__(self, component: str, *, is_lost: bool, now_s: float) -> None:
+        self.component = component
+        self.is_lost = is_lost
+        self.connection: wire.Connection | None = None
+        self.gone_since_s = now_s
+        self.heard_s = now_s
+        self.is_agent_asked = False
+        self.was_connected = False
+        self.address = ""
+        self.free_port = 0
+        self.status: wire.Status | None = None
+        self.status_s = 0.0
+        self.verified: tuple[wire.SnapshotStatus, ...] = ()
+
+    def open(self, connection: wire.Connection, hello: wire.Hello, *, now_s: float) -> None:
+        """Its agent is there, for the first time or again."""
+        self.connection = connection
+        self.was_connected = True
+        self.is_agent_asked = False
+        self.heard_s = now_s
+        self.address = hello.address
+        self.free_port = hello.free_port
+        self.status = None
+        self.verified = hello.snapshots
+
+    def lose_connection(self, *, now_s: float) -> None:
+        """What was last heard does not count any more."""
+        self.connection = None
+        self.gone_since_s = now_s
+        self.status = None
+
+    def send(self, message: wire.ToAgent) -> None:
+        """Say something to the agent; nothing if there is none, which `decide` will see to."""
+        if self.connection is not None:
+            self.connection.send(message)
+
+    def view(self, *, now_s: float, was_known: bool, is_ready: bool) -> NodeView:
+        """The node as decisions see it. `was_known`: an earlier controller had it."""
+        return NodeView(
+            component=self.component,
+            is_connected=self.connection is not None,
+            is_lost=self.is_lost,
+            is_ready=is_ready,
+            was_connected=self.was_connected or was_known,
+            silent_s=0.0 if self.connection is not None else now_s - self.gone_since_s,
+            is_agent_asked=self.is_agent_asked,
+        )
+
+
+def ranks_of(sessions: Iterable[NodeSession]) -> tuple[wire.RankStatus, ...]:
+    """All ranks as last seen."""
+    return tuple(rank for session in sessions if session.status is not None for rank in session.status.ranks)
+
+
+def onset_of_silence_ns(ranks: Iterable[wire.RankStatus], *, now_ns: int) -> int:
+    """When it began: a stop when the process was first seen stopped, a hang when the last rank gave its last sign."""
+    seen = tuple(ranks)
+    stopped = [rank.quiet_s for rank in seen if rank.activity == "stopped"]
+    silent_s = min((max(rank.idle_s, 0.0) for rank in seen if rank.activity != "gone"), default=0.0)
+    return now_ns - round((max(stopped) if stopped else silent_s) * 1e9)
