@@ -18,7 +18,7 @@ class Announcements:
 
     def __init__(self, settings: RunSettings, history: JobHistory) -> None:
         self._settings = settings
-        self._is_model_described = history.is_model_described
+        self.is_model_described = history.is_model_described
         self._is_peak_described = history.is_peak_described
         self.is_restored = history.is_restored
         self._world_size = settings.world_size
@@ -38,9 +38,9 @@ class Announcements:
         self._last_memory_step = 0
 
     def model(self, letter: letters.ModelFound) -> tuple[AnyEvent, ...]:
-        if self._is_model_described:
+        if self.is_model_described:
             return ()
-        self._is_model_described = True
+        self.is_model_described = True
         described = ModelDescribed(
             num_parameters=letter.num_parameters,
             model_flop_per_token=letter.model_flop_per_token,
