@@ -70,6 +70,12 @@ def write_attach() -> Iterator[str]:
             yield from _member(f"{name}.{member}", inspect.getattr_static(value, member))
 
 
+def write_init_process_group() -> Iterator[str]:
+    import dougong
+
+    yield from _member("init_process_group", dougong.init_process_group, level=2)
+
+
 def write_bench_results() -> Iterator[str]:
     """What `make bench` left, file by file, name by name."""
     for path in sorted(RESULTS.glob("*.json")):
@@ -110,8 +116,8 @@ def _command(command: click.Command, path: str, parent: click.Context | None) ->
                 yield from _command(child, f"{path} {name}", context)
 
 
-def _member(path: str, member: object) -> Iterator[str]:
-    yield from (f"### {path}", "")
+def _member(path: str, member: object, *, level: int = 3) -> Iterator[str]:
+    yield from (f"{'#' * level} {path}", "")
     if not isinstance(member, property):
         yield from _signature(path, member)
     yield from (inspect.getdoc(member) or "", "")
@@ -130,5 +136,6 @@ WRITERS: dict[str, Callable[[], Iterator[str]]] = {
     "cause-classes": write_cause_classes,
     "command-line": write_command_line,
     "attach": write_attach,
+    "init-process-group": write_init_process_group,
     "bench-results": write_bench_results,
 }

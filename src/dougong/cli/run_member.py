@@ -49,8 +49,10 @@ def component_of(member: Membership, node_rank: int) -> str:
 
 
 def _lead(options: RunOptions, member: Membership, command: tuple[str, ...], run: RunDirectory) -> int:
-    from dougong.cli.run_start import check_writable, supervise, write_run
+    from dougong.cli.run_start import check_port, check_writable, supervise, write_run
 
+    if member.listen_port:
+        check_port(member.listen_port, option="--rdzv-endpoint")
     is_resume = run.settings.exists()
     if is_resume:
         # the same job started again: a scheduler put it back into its queue

@@ -54,7 +54,8 @@ def start(options: RunOptions) -> int:
     if options.reference is not None:
         load_settings(run_directory(options.reference.resolve()))
     _check_cpus(wanted, options)
-    _check_port(options.master_port)
+    if options.master_port is not None:
+        check_port(options.master_port, option="--master-port")
     chaos = _chaos(options)
     run = _new_run_directory(options.run_dir)
     settings = settings_for(options, wanted, command, run, is_chaos=chaos is not None)
@@ -231,9 +232,8 @@ def _check_cpus(wanted: Shape, options: RunOptions) -> None:
         )
 
 
-def _check_port(port: int | None) -> None:
-    if port is None:
-        return
+def check_port(port: int, *, option: str) -> None:
+    """Raises UserError if the port is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -241,7 +241,7 @@ def _check_port(port: int | None) -> None:
         except OSError as error:
             raise UserError(
                 f"port {port} cannot be used: {error.strerror}",
-                where="--master-port",
+                where=option,
                 mend="end what listens there, give another port, or leave it out to have a free one chosen",
             ) from error
 

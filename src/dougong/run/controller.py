@@ -29,6 +29,7 @@ from dougong.run.layout import RunDirectory, write_atomically
 from dougong.run.losses import loss_of_end, loss_of_error
 from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_of
 from dougong.run.progress import JobProgress
+from dougong.run.reception import Reception
 from dougong.run.settings import RunSettings
 from dougong.run.stacks import name_culprit
 from dougong.run.webhook import send_webhook
@@ -39,7 +40,6 @@ _STALE_STATUS_S = 2.0
 _STACKS_S = 3.0
 _STOP_S = 90.0
 _SIGTERM_GRACE_S = 10.0
-_SILENT_S = 5.0
 _LAUNCH_S = 120.0
 
 Status = Literal["gathering", "running", "tearing-down", "backing-off", "ended"]
@@ -63,7 +63,6 @@ class Controller:
     ) -> None:
         self._run = run
         self._settings = settings
-        self._token = token
         self._log = log
         self._samples = samples
         self._backend = backend
@@ -106,14 +105,20 @@ class Controller:
         self._restore = wire.Restore(source="none")
         self._launched: set[str] = set()
         self._announcements = Announcements(settings, history)
+        self._reception = Reception(
+            self._nodes,
+            token=token,
+            clock=clock,
+            on_hello=self._connected,
+            on_message=self._hear,
+            on_gone=self._disconnected,
+        )
         self._desk = CheckpointDesk(settings, clock=clock)
 
     async def run(self, *, on_listening: Callable[[Address], None] = lambda _: None) -> str:
         """Serve agents and decide until the job ends."""
         self._begin()
-        server = await asyncio.start_server(self._accept, self._settings.listen_host, self._settings.listen_port)
-        host, port = server.sockets[0].getsockname()[:2]
-        address = Address(host=self._settings.advertised_host or host, port=port)
+        address = await self._reception.open(self._settings)
         write_atomically(self._run.address, msgspec.json.encode(address), mode=0o600)
         on_listening(address)
         try:
@@ -125,7 +130,7 @@ class Controller:
                     await asyncio.wait_for(self._wake.wait(), _TICK_S)
                 self._wake.clear()
         finally:
-            server.close()
+            self._reception.close()
             self._samples.close()
             self._log.close()
         return self._end
@@ -176,7 +181,8 @@ class Controller:
         self._write_ranges(is_forced=False)
         self._note_memory_checkpoints()
         self._see_to_stop()
-        self._drop_silent()
+        for component in self._reception.drop_silent():
+            self._spawn(self._end_agent(component))
         self._note_late_launch()
         finding = self._find_hang()
         decision = rules.decide(self._view(finding), self._settings.policy)
@@ -258,40 +264,8 @@ class Controller:
             node.connection = None
         self._record(kinds.NodeLost(component=component, reason=reason))
 
-    def _drop_silent(self) -> None:
-        """A connection that says nothing is as bad as none: the agent may be stopped, or the host dead."""
-        for node in self._nodes.values():
-            if node.connection is not None and self._now_s() - node.heard_s > _SILENT_S:
-                node.connection.close()
-                self._disconnected(node, node.connection, f"silent for {_SILENT_S:g} s")
-                self._spawn(self._end_agent(node.component))
-
     async def _end_agent(self, component: str) -> None:
         await asyncio.to_thread(self._backend.end_agent, component)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            connection = await wire.accept(reader, writer, token=self._token)
-            hello = await connection.receive_for_controller()
-        except wire.WireBroken:
-            writer.close()
-            return
-        node = self._nodes.get(hello.component) if isinstance(hello, wire.Hello) else None
-        if node is None or node.is_lost or not isinstance(hello, wire.Hello):
-            connection.send(wire.Dismiss(is_memory_kept=False))
-            connection.close()
-            return
-        self._connected(node, connection, hello)
-        try:
-            while True:
-                message = await connection.receive_for_controller()
-                node.heard_s = self._now_s()
-                if node.connection is connection:
-                    self._hear(node, message)
-        except wire.WireBroken as error:
-            connection.close()
-            if node.connection is connection:
-                self._disconnected(node, connection, str(error))
 
     def _connected(self, node: NodeSession, connection: wire.Connection, hello: wire.Hello) -> None:
         if node.was_connected or (self._history.is_started and not self._is_resume):
@@ -333,10 +307,7 @@ class Controller:
             )
         )
 
-    def _disconnected(self, node: NodeSession, connection: wire.Connection, reason: str) -> None:
-        if node.connection is not connection:
-            return
-        node.lose_connection(now_s=self._now_s())
+    def _disconnected(self, node: NodeSession, reason: str) -> None:
         if not self._is_leaving and not node.is_lost:
             self._record(kinds.AgentLost(component=node.component, reason=reason))
         self._wake.set()
