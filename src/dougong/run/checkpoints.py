@@ -20,7 +20,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What follows from a letter about a checkpoint."""
 
     events: tuple[AnyEvent, ...] = ()
-    to_rank_0: WriteMetadata | DropCheckpoint | None = None
+    letter: WriteMetadata | DropCheckpoint | None = None
 
 
 class CheckpointDesk:
@@ -48,7 +48,7 @@ class CheckpointDesk:
                 self._shards.pop(letter.step, None)
                 text = f"checkpoint of step {letter.step} was not written by rank {letter.rank}: {letter.reason}"
                 drop = DropCheckpoint(generation=letter.generation, rank=0, step=letter.step)
-                return Outcome(events=(WarningRaised(component="checkpoints", text=text),), to_rank_0=drop)
+                return Outcome(events=(WarningRaised(component="checkpoints", text=text),), letter=drop)
             case ShardWritten():
                 return self._take_shard(letter)
             case MetadataWritten():
@@ -67,7 +67,7 @@ class CheckpointDesk:
             return Outcome()
         items = tuple(item for shard in shards.values() for item in shard.items)
         return Outcome(
-            to_rank_0=WriteMetadata(
+            letter=WriteMetadata(
                 generation=letter.generation, rank=0, step=letter.step, directory=letter.directory, items=items
             )
         )

@@ -22,7 +22,7 @@ from dougong.run import decide as rules
 from dougong.run import letters, wire
 from dougong.run.agent import Address
 from dougong.run.announcements import Announcements
-from dougong.run.checkpoints import CheckpointDesk, newest_good
+from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_good
 from dougong.run.hang import Finding, find_hang
 from dougong.run.history import JobHistory
 from dougong.run.layout import RunDirectory, write_atomically
@@ -458,9 +458,20 @@ class Controller:
             self._record(kinds.WarningRaised(component="checkpoints", text=f"step {letter.step}: {error}"))
             return
         self._record_all(outcome.events)
-        if outcome.to_rank_0 is not None and self._generation == generation:
-            self._send_to_rank(0, wire.Deliver(rank=0, letter=outcome.to_rank_0))
+        if self._generation == generation:
+            self._deliver(outcome)
         self._wake.set()
+
+    def _deliver(self, outcome: Outcome) -> None:
+        """The metadata is rank 0's to write; that a checkpoint is dropped is for all that wait for it."""
+        match outcome.letter:
+            case letters.WriteMetadata():
+                self._send_to_rank(0, wire.Deliver(rank=0, letter=outcome.letter))
+            case letters.DropCheckpoint():
+                for placed in self._placement:
+                    self._send_to_rank(placed.rank, wire.Deliver(rank=placed.rank, letter=outcome.letter))
+            case None:
+                return
 
     # --- hangs ---
 

@@ -49,6 +49,7 @@ class Persister:
         self._requests: queue.SimpleQueue[PersistRequest] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
+        self._dropped: set[int] = set()
         self._thread = threading.Thread(target=self._work, name="dougong-persist", daemon=True)
         self._thread.start()
 
@@ -69,11 +70,15 @@ class Persister:
         self._place = place
 
     def wait_committed(self, *, step: int) -> bool:
-        """Until the checkpoint of `step` exists, or the commit time-out is over."""
+        """Until the checkpoint of `step` exists; False if it never will: a shard failed, or the time-out is over."""
         deadline_ns = time.monotonic_ns() + round(self._place.commit_timeout_s * 1e9)
         while time.monotonic_ns() < deadline_ns:
             if "COMMIT" in self._storage.names(self._directory(step)):
                 return True
+            if self._idle.is_set():
+                self._read_drops()
+            if step in self._dropped:
+                return False
             time.sleep(_POLL_S)
         return False
 
@@ -87,6 +92,7 @@ class Persister:
                     generation=self._place.generation, rank=self._place.rank, step=request.step, reason=str(error)
                 )
                 self._post(letter)
+                self._dropped.add(request.step)
             finally:
                 self._files.pin(None)
                 self._idle.set()
@@ -139,8 +145,17 @@ class Persister:
                         )
                         return
                     case DropCheckpoint():
+                        self._dropped.add(step)
                         return
             time.sleep(_POLL_S)
+
+    def _read_drops(self) -> None:
+        """The persisting thread is idle, so the inbox is this thread's to read."""
+        for path in unread(self._place.node.inbox(self._place.rank)):
+            letter = read_from_agent(path)
+            if isinstance(letter, DropCheckpoint):
+                path.unlink(missing_ok=True)
+                self._dropped.add(letter.step)
 
     def _directory(self, step: int) -> str:
         return f"{self._root}/{manifest.directory_name(step, generation=self._place.generation)}"

@@ -37,8 +37,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 class HangRule(msgspec.Struct, frozen=True, kw_only=True):
     """How long no progress may last. See `dougong.run.hang`."""
 
-    attached_min_s: float = 2.5
-    attached_p99_factor: float = 5.0
+    attached_min_s: float = 2.2
+    attached_p99_factor: float = 4.5
     unmodified_first_s: float = 600.0
     unmodified_min_s: float = 60.0
     unmodified_factor: float = 10.0
@@ -95,7 +95,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save_settings(directory: RunDirectory, settings: RunSettings) -> None:
-    write_atomically(directory.settings, msgspec.json.format(msgspec.json.encode(settings), indent=1))
+    # a webhook's address is often its only secret
+    mode = 0o600 if settings.webhook_url else 0o644
+    write_atomically(directory.settings, msgspec.json.format(msgspec.json.encode(settings), indent=1), mode=mode)
 
 
 def load_settings(directory: RunDirectory) -> RunSettings:
