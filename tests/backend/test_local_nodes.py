@@ -26,6 +26,8 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalNo
     """Nodes whose agent is a small program of the same name, which starts one worker and waits."""
     package = tmp_path / "fake" / "dougong" / "cli"
     package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
     (package / "agent.py").write_text(AGENT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
     made = LocalNodes(tmp_path, run_id=tmp_path.name, memory_of=lambda component: tmp_path / "memory" / component)

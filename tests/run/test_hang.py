@@ -180,7 +180,7 @@ STATUSES = st.lists(
         rank=st.integers(0, 3),
         generation=st.just(1),
         pid=st.just(7),
-        phase=st.sampled_from([int(phase) for phase in Phase]),
+        phase=st.sampled_from([int(phase) for phase in Phase if phase is not Phase.UNWOUND]),
         step=st.integers(0, 9),
         idle_s=st.floats(0, 5000),
         quiet_s=st.floats(0, 5000),
@@ -212,3 +212,23 @@ def test_a_hang_that_is_found_is_still_found_later(ranks: list[RankStatus], lear
         assert find_hang(older, learnt=learnt, rule=RULE) is not None
         assert found.rank in {item.rank for item in ranks}
         assert found.reason
+
+
+def test_a_rank_alone_between_steps_may_wait_for_an_upload_while_the_others_wait_for_it() -> None:
+    ranks = [silent(0, 30, phase=Phase.BETWEEN), silent(1, 30)]
+    assert find_hang(ranks, learnt=KNOWN, rule=RULE) is None
+    assert find_hang([silent(0, RULE.outside_step_s + 1, phase=Phase.BETWEEN), silent(1, 99)], learnt=KNOWN, rule=RULE)
+
+
+def test_a_lock_between_steps_is_found_as_soon_as_one_in_a_step() -> None:
+    ranks = [silent(0, 4, phase=Phase.BETWEEN, activity="lock"), silent(1, 4)]
+    finding = find_hang(ranks, learnt=KNOWN, rule=RULE)
+    assert finding is not None
+    assert finding.kind == "hang"
+
+
+def test_a_broken_link_between_living_ranks_is_found_by_their_unwinding() -> None:
+    ranks = [silent(0, 2, phase=Phase.UNWOUND, activity="timer"), silent(1, 2, phase=Phase.UNWOUND, activity="timer")]
+    finding = find_hang(ranks, learnt=KNOWN, rule=RULE)
+    assert finding is not None
+    assert finding.kind == "unwound"

@@ -45,7 +45,7 @@ import click
 @click.option("--rdzv-conf", "--rdzv_conf", help="Accepted for torchrun's sake; has no effect.")
 @click.option("--standalone", is_flag=True, help="As torchrun's: all on this machine.")
 @click.option("--node-rank", "--node_rank", type=click.IntRange(min=0), help="As torchrun's, with --rdzv-endpoint.")
-@click.option("--master-addr", "--master_addr", help="Accepted for torchrun's sake; has no effect.")
+@click.option("--master-addr", "--master_addr", help="As torchrun's, with --node-rank.")
 @click.option(
     "--master-port",
     "--master_port",

@@ -36,6 +36,9 @@ def join(options: RunOptions, member: Membership, command: tuple[str, ...]) -> i
             where="command line",
             mend="leave it out, or run on the local backend with --standalone",
         )
+    for name in ("spares", "cluster", "reference"):
+        if getattr(options, name):
+            click.echo(f"warning: --{name} has no effect when several launchers form the run", err=True)
     run = run_directory(options.run_dir or Path("runs") / member.name)
     if member.is_head:
         return _lead(options, member, command, run)
@@ -57,6 +60,12 @@ def _lead(options: RunOptions, member: Membership, command: tuple[str, ...], run
     if is_resume:
         # the same job started again: a scheduler put it back into its queue
         settings = load_settings(run)
+        if _history(run).end == "finished":
+            raise UserError(
+                f"the run in {run.root} is finished already",
+                where="--run-dir, --rdzv-id",
+                mend="give this run another name or directory",
+            )
     else:
         check_writable(run)
         settings = _settings(options, member, command, run)

@@ -131,7 +131,7 @@ def membership(options: RunOptions, environment: Mapping[str, str], *, num_nodes
             mend="give --node-rank N, a different N on each host; or --standalone for all nodes on this machine",
         )
     return Membership(
-        name=options.rdzv_id or "rdzv",
+        name=options.rdzv_id or f"rdzv-{host}-{port}",
         node_rank=options.node_rank,
         num_nodes=num_nodes,
         hosts=(),

@@ -46,7 +46,7 @@ def advance(state: ActivityState | None, reading: Reading | None, *, now_s: floa
         timer_since_s = state.timer_since_s if state.timer_since_s is not None else now_s
         if now_s - timer_since_s > _TIMER_PATIENCE_S:
             activity = "idle"
-    is_quiet = activity == "idle"
+    is_quiet = activity in ("idle", "lock")
     return ActivityState(
         reading=reading,
         read_s=now_s,
@@ -62,4 +62,6 @@ def _judge(before: Reading, after: Reading, *, elapsed_s: float) -> Activity:
         return "running"
     if after.is_in_disk_wait or after.io_bytes - before.io_bytes > _BUSY_IO_BYTES:
         return "disk"
-    return "timer" if after.is_on_timer else "idle"
+    if after.is_on_timer:
+        return "timer"
+    return "lock" if after.is_on_lock and before.is_on_lock else "idle"

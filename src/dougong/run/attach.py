@@ -32,6 +32,7 @@ from dougong.run.letters import (
     Restored,
     ShardFailed,
     Stopped,
+    WarningGiven,
     post,
     read_from_agent,
     unread,
@@ -103,6 +104,7 @@ class Job:
         self._persister: Persister | None = None
         self._files: SnapshotFiles | None = None
         self._ledger: _Ledger | None = None
+        self._is_ledger_warned = False
         self.rank, self.world_size = rank_and_world_size()
         if self._place is not None:
             self._page = Page.open(self._place.node.page(self._place.rank))
@@ -179,7 +181,7 @@ class Job:
             return
         assert self._ledger is not None
         if step.samples is not None:
-            self._ledger.write(step.number, step.samples)
+            self._write_ledger(step.number, step.samples)
         self._page.finish_step(
             StepRecord(
                 step=step.number,
@@ -195,6 +197,18 @@ class Job:
         self._stall_ns = 0
         self._between_since_ns = now_ns
         self._page.enter(Phase.BETWEEN, now_ns=now_ns)
+
+    def _write_ledger(self, step: int, samples: tuple[int, ...]) -> None:
+        """A full disk must not stop training for the sake of the proof that it went well."""
+        assert self._ledger is not None and self._place is not None
+        try:
+            self._ledger.write(step, samples)
+        except OSError as error:
+            if not self._is_ledger_warned:
+                self._is_ledger_warned = True
+                text = f"the sample ledger cannot be written from step {step} on: {error.strerror}"
+                letter = WarningGiven(generation=self._place.generation, rank=self._place.rank, text=text)
+                post(self._place.node.outbox(self._place.rank), letter)
 
     def unwind(self, error: BaseException) -> bool:
         """A collective broke in this step. Wait for the verdict: the end of this process, or to roll back and go on.
@@ -406,6 +420,7 @@ class _Ledger:
         self._fd: int | None = None
 
     def write(self, step: int, samples: tuple[int, ...]) -> None:
+        """Add a line. Raises OSError if the disk does not take it."""
         if self._fd is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

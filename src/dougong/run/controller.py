@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ import msgspec
 
 from dougong.backend.nodes import NodeBackend
 from dougong.clock import Clock
-from dougong.errors import DougongError, NodeUnreachable
+from dougong.errors import DougongError, NodeUnreachable, StoreWriteFailed
 from dougong.event import kinds
 from dougong.event.log import EventLog
 from dougong.run import decide as rules
@@ -28,6 +29,7 @@ from dougong.run.history import JobHistory
 from dougong.run.layout import RunDirectory, write_atomically
 from dougong.run.losses import loss_of_end, loss_of_error
 from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_of
+from dougong.run.page import StepRecord
 from dougong.run.progress import JobProgress
 from dougong.run.reception import Reception
 from dougong.run.settings import RunSettings
@@ -41,6 +43,7 @@ _STACKS_S = 3.0
 _STOP_S = 90.0
 _SIGTERM_GRACE_S = 10.0
 _LAUNCH_S = 120.0
+_STORE_RETRY_S = 1.0
 
 Status = Literal["gathering", "running", "tearing-down", "backing-off", "ended"]
 
@@ -100,6 +103,8 @@ class Controller:
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
+        self._is_store_failing = False
+        self._store_retry_s = 0.0
         self._end = ""
         self._is_leaving = False
         self._restore = wire.Restore(source="none")
@@ -131,8 +136,9 @@ class Controller:
                 self._wake.clear()
         finally:
             self._reception.close()
-            self._samples.close()
-            self._log.close()
+            with contextlib.suppress(OSError, StoreWriteFailed):
+                self._samples.close()
+                self._log.close()
         return self._end
 
     def ask_stop(self) -> None:
@@ -187,7 +193,7 @@ class Controller:
         finding = self._find_hang()
         decision = rules.decide(self._view(finding), self._settings.policy)
         await self._apply(decision)
-        self._log.commit()
+        self._commit()
 
     async def _apply(self, decision: rules.Decision) -> None:
         match decision:
@@ -360,18 +366,8 @@ class Controller:
         before = self._progress.last_step
         before_max = self._progress.max_step
         fresh = self._progress.add(message.rank, message.records)
-        for series, values in (
-            ("step_s", [(record.end_ns - record.begin_ns) / 1e9 for record in fresh]),
-            ("loss", [record.loss for record in fresh]),
-        ):
-            points = [(r.end_ns, r.step, value) for r, value in zip(fresh, values, strict=True) if value is not None]
-            if points:
-                self._samples.append(
-                    f"{series}/rank-{message.rank}",
-                    [point[0] for point in points],
-                    [point[1] for point in points],
-                    [point[2] for point in points],
-                )
+        with contextlib.suppress(OSError):  # what a full disk does not take now is kept for the next flush
+            self._sample(message.rank, fresh)
         self._last_stall_s = max(
             (r.checkpoint_stall_ns / 1e9 for r in fresh if r.checkpoint_stall_ns), default=self._last_stall_s
         )
@@ -381,6 +377,15 @@ class Controller:
             self._is_resumed = True
             self._write_ranges(is_forced=True)
             self._record(kinds.JobResumed(generation=self._generation, step=self._progress.last_step))
+
+    def _sample(self, rank: int, records: tuple[StepRecord, ...]) -> None:
+        times_ns, steps = [record.end_ns for record in records], [record.step for record in records]
+        durations_s = [(record.end_ns - record.begin_ns) / 1e9 for record in records]
+        self._samples.append(f"step_s/rank-{rank}", times_ns, steps, durations_s)
+        told = [(record.end_ns, record.step, record.loss) for record in records if record.loss is not None]
+        if told:
+            times_ns, steps, losses = zip(*told, strict=True)
+            self._samples.append(f"loss/rank-{rank}", times_ns, steps, losses)
 
     def _hear_letter(self, node: NodeSession, letter: letters.WorkerLetter) -> None:
         if letter.generation != self._generation:
@@ -399,6 +404,8 @@ class Controller:
                     self._finished.add(letter.rank)
             case letters.Stopped():
                 self._stopped.add(letter.rank)
+            case letters.WarningGiven():
+                self._record(kinds.WarningRaised(component=node.component, text=f"rank {letter.rank}: {letter.text}"))
             case letters.ShardWritten() | letters.ShardFailed() | letters.MetadataWritten():
                 self._spawn(self._see_to_checkpoint(letter))
 
@@ -445,7 +452,8 @@ class Controller:
         ranges = self._progress.take_ranges(is_forced=is_forced)
         if ranges:
             # an event that says a step is finished must not outlive the step's samples
-            self._samples.flush()
+            with contextlib.suppress(OSError):
+                self._samples.flush()
         self._record_all(ranges)
 
     async def _see_to_checkpoint(
@@ -626,7 +634,7 @@ class Controller:
                 reason=f"{decision.reason}; {self._restore.reason}",
             )
         )
-        self._log.commit()
+        self._commit()
         self._become("running")
         components = list(dict.fromkeys(placed.component for placed in decision.placement))
         head = self._nodes[components[0]]
@@ -675,7 +683,7 @@ class Controller:
         await self._desk.finish()
         self._is_leaving = True
         self._record(event)
-        self._log.commit()
+        self._commit()
         self._broadcast(wire.Dismiss(is_memory_kept=is_memory_kept))
         deadline_s = self._now_s() + 5.0
         while any(node.connection is not None for node in self._nodes.values()) and self._now_s() < deadline_s:
@@ -697,6 +705,22 @@ class Controller:
     def _broadcast(self, message: wire.ToAgent) -> None:
         for node in self._nodes.values():
             node.send(message)
+
+    def _commit(self) -> None:
+        """A full disk does not stop training: events wait in memory, and are written when there is room again."""
+        if self._now_s() < self._store_retry_s:
+            return
+        try:
+            self._samples.flush() if self._is_store_failing else None
+            self._log.commit()
+        except (StoreWriteFailed, OSError) as error:
+            if not self._is_store_failing:
+                self._is_store_failing = True
+                sys.stderr.write(f"events and samples cannot be written, trying again every second: {error}\n")
+                self._record(kinds.WarningRaised(component="events", text=f"they could not be written: {error}"))
+            self._store_retry_s = self._now_s() + _STORE_RETRY_S
+        else:
+            self._is_store_failing = False
 
     def _record(self, event: kinds.AnyEvent) -> None:
         self._log.append(event)

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from dougong.event.kinds import CauseClass, Placed
-from dougong.run.hang import Finding
+from dougong.run.hang import Finding, FindingKind
 from dougong.run.settings import Policy
 from dougong.run.wire import Restore, SnapshotStatus
 
@@ -121,6 +121,7 @@ class GiveUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 Decision = Wait | RestartAgent | LoseNode | Interrupt | Place | Finish | Stop | GiveUp
 
 _SETTLE_S = 0.25
+_CAUSE_CLASS: dict[FindingKind, CauseClass] = {"stopped": "stopped", "hang": "hang", "unwound": "network"}
 
 
 def decide(view: JobView, policy: Policy) -> Decision:
@@ -295,7 +296,7 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
 
 def _loss_of(finding: Finding, placement: Sequence[Placed]) -> Loss:
     component = next(placed.component for placed in placement if placed.rank == finding.rank)
-    cause_class: CauseClass = "stopped" if finding.kind == "stopped" else "hang"
+    cause_class = _CAUSE_CLASS[finding.kind]
     return Loss(rank=finding.rank, component=component, cause_class=cause_class, detail=finding.reason)
 
 

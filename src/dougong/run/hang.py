@@ -9,6 +9,7 @@ rank is active.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -20,11 +21,14 @@ _FEW_STEPS = 5
 _UNMODIFIED_FEW_STEPS = 20
 
 
+FindingKind = Literal["stopped", "hang", "unwound"]
+
+
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """A hang was found. `rank` is the first suspect; stacks may name a better one."""
 
     rank: int
-    kind: str
+    kind: FindingKind
     idle_s: float
     reason: str
 
@@ -50,6 +54,14 @@ def find_hang(ranks: Sequence[RankStatus], *, learnt: StepTimes, rule: HangRule)
             )
     if not living:
         return None
+    unwound = [rank for rank in living if rank.phase == Phase.UNWOUND and rank.idle_s > rule.unwound_s]
+    if unwound:
+        return Finding(
+            rank=unwound[0].rank,
+            kind="unwound",
+            idle_s=unwound[0].idle_s,
+            reason="a collective broke, although no process was lost: a link between two nodes",
+        )
     quiet_s = min(min(rank.idle_s, rank.quiet_s) for rank in living)
     silent_s = min(rank.idle_s for rank in living)
     limit_s, why = patience(living, learnt=learnt, rule=rule)
@@ -81,7 +93,8 @@ def patience(ranks: Sequence[RankStatus], *, learnt: StepTimes, rule: HangRule) 
         return _unmodified_patience(learnt, rule)
     if any(rank.phase in (Phase.CHECKPOINT, Phase.RESTORING) for rank in ranks):
         return rule.outside_step_s, "in a checkpoint"
-    if not any(rank.phase in (Phase.STEP, Phase.UNWOUND) for rank in ranks):
+    # one rank between its steps keeps the others waiting in theirs; only a lock there is surely no upload
+    if any(rank.phase == Phase.BETWEEN and rank.activity != "lock" for rank in ranks):
         return rule.outside_step_s, "between steps"
     if learnt.p99_s is None or learnt.num_steps < _FEW_STEPS:
         return max(rule.attached_min_s, 10 * (learnt.longest_gap_s or rule.outside_step_s / 10)), "few steps known yet"

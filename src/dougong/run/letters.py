@@ -68,6 +68,12 @@ class ShardFailed(Letter, frozen=True, kw_only=True):
     reason: str
 
 
+class WarningGiven(Letter, frozen=True, kw_only=True):
+    """Something went wrong that does not stop training."""
+
+    text: str
+
+
 class MetadataWritten(Letter, frozen=True, kw_only=True):
     """The file that names every tensor of a durable checkpoint is on disk, synced."""
 
@@ -107,6 +113,7 @@ WorkerLetter = (
     | ErrorRaised
     | ScriptEnded
     | Stopped
+    | WarningGiven
 )
 
 

@@ -24,7 +24,8 @@ _HANDSHAKE_TIMEOUT_S = 5.0
 PROTOCOL_VERSION = 1
 _T = TypeVar("_T")
 
-Activity = Literal["running", "idle", "timer", "disk", "stopped", "gone"]
+Activity = Literal["running", "idle", "lock", "timer", "disk", "stopped", "gone"]
+"""`lock`: idle, and waiting for a lock without a time limit."""
 
 
 class WireBroken(WorldError):

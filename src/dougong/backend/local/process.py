@@ -15,6 +15,12 @@ import msgspec
 
 _CLOCK_NANOSLEEP = {"x86_64": 230, "aarch64": 115}.get(platform.machine(), -1)
 _NANOSLEEP = {"x86_64": 35, "aarch64": 101}.get(platform.machine(), -1)
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
+# read, connect, sendto, recvfrom, sendmsg, recvmsg, wait4, waitid
+_WAITS_FOR_OTHERS = {
+    "x86_64": frozenset({0, 42, 44, 45, 46, 47, 61, 247}),
+    "aarch64": frozenset({63, 203, 206, 207, 211, 212, 260, 95}),
+}.get(platform.machine(), frozenset[int]())
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +31,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     io_bytes: int
     is_on_timer: bool
     is_in_disk_wait: bool
+    is_on_lock: bool = False
+    """The main thread waits for a lock without a time limit, and no other thread waits for a peer, file or child."""
 
 
 def start_ticks(pid: int) -> int | None:
@@ -61,6 +69,7 @@ def read(pid: int) -> Reading | None:
         io_bytes=io_bytes,
         is_on_timer=_syscall_number(pid) in (_CLOCK_NANOSLEEP, _NANOSLEEP),
         is_in_disk_wait=is_in_disk_wait,
+        is_on_lock=_is_on_lock(pid),
     )
 
 
@@ -155,10 +164,27 @@ def _children(pid: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _is_on_lock(pid: int) -> bool:
+    number, arguments = _syscall(pid, pid)
+    # futex(address, operation, value, timeout): a timeout of null waits for ever
+    if number != _FUTEX or len(arguments) < 4 or arguments[3] != "0x0":
+        return False
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    return not any(_syscall(pid, int(thread))[0] in _WAITS_FOR_OTHERS for thread in threads)
+
+
 def _syscall_number(pid: int) -> int:
     """The system call in which the main thread waits; -1 = running or not told."""
+    return _syscall(pid, pid)[0]
+
+
+def _syscall(pid: int, thread: int) -> tuple[int, list[str]]:
+    """The system call in which a thread waits, and its arguments; (-1, []) = running or not told."""
     try:
-        first = Path(f"/proc/{pid}/syscall").read_text().split()[0]
-    except (OSError, IndexError):
-        return -1
-    return int(first) if first.lstrip("-").isdigit() else -1
+        first, *arguments = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
+    except (OSError, ValueError):
+        return -1, []
+    return (int(first) if first.lstrip("-").isdigit() else -1), arguments
