@@ -25,7 +25,7 @@ from dougong.run.decide import (
     decide,
     first_loss,
 )
-from dougong.run.hang import Finding
+from dougong.run.hang import Finding, FindingKind
 from dougong.run.settings import Policy
 from dougong.run.wire import SnapshotStatus
 
@@ -63,7 +63,7 @@ def loss(rank: int, *, order: tuple[int, int] = (0, 1), **rest: Any) -> Loss:
     )
 
 
-def finding(kind: str, rank: int = 1) -> Finding:
+def finding(kind: FindingKind, rank: int = 1) -> Finding:
     return Finding(rank=rank, kind=kind, idle_s=4.0, reason="no progress")
 
 

@@ -28,6 +28,13 @@ import click
     help="Steps between durable checkpoints.",
 )
 @click.option("--keep", type=click.IntRange(min=1), default=3, show_default=True, help="Durable checkpoints kept.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A setting of policy, hang rule or saves, such as hang.startup_s=7200 (see the guide).",
+)
 @click.option("--webhook", default="", help="URL that is told of each interruption.")
 @click.option(
     "--reference", type=click.Path(path_type=Path), help="An undisturbed run to compare samples and losses with."

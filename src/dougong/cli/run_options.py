@@ -29,6 +29,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     memory_every: int = 5
     durable_every: int = 50
     keep: int = 3
+    settings: tuple[str, ...] = ()
     webhook: str = ""
     oversubscribe: bool = False
     reference: Path | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import click
+import msgspec
 
 import dougong
 from dougong.backend.device import FoundAccelerator
@@ -36,6 +37,7 @@ from dougong.run.settings import (
 )
 from dougong.spec.chaos import Chaos, load_chaos, resolve
 
+_SETTABLE = ("policy", "hang", "save")
 _DEFAULT_CHAOS = Path(dougong.__file__).parent / "spec" / "catalog" / "chaos-default.yaml"
 
 
@@ -117,7 +119,7 @@ def settings_for(
     nodes, spares, cluster_name = _nodes(options, wanted)
     peak, peak_source = rank_peak(NvmlProbe().accelerators().accelerators)
     total = wanted.num_nodes * wanted.procs_per_node
-    return RunSettings(
+    settings = RunSettings(
         format_version=FORMAT_VERSION,
         run_id=secrets.token_hex(4),
         version=dougong.__version__,
@@ -145,6 +147,30 @@ def settings_for(
         webhook_url=options.webhook,
         is_chaos=is_chaos,
     )
+    for text in options.settings:
+        settings = with_setting(settings, text)
+    return settings
+
+
+def with_setting(settings: RunSettings, text: str) -> RunSettings:
+    """The settings with one changed, as `hang.startup_s=7200`. Raises UserError that lists the valid names."""
+    name, is_given, value = text.partition("=")
+    group, _, field = name.partition(".")
+    names: dict[str, Policy | HangRule | SaveRule] = {
+        f"{part}.{known}": getattr(settings, part)
+        for part in _SETTABLE
+        for known in getattr(settings, part).__struct_fields__
+    }
+    if not is_given or name not in names:
+        raise UserError(
+            f"{text!r} is not a setting", where="--set", mend=f"write NAME=VALUE with one of {', '.join(names)}"
+        )
+    changed = {**msgspec.structs.asdict(names[name]), field: value}
+    try:
+        rule: Policy | HangRule | SaveRule = msgspec.convert(changed, type(names[name]), strict=False)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{text!r}: {error}", where="--set", mend="give a number") from error
+    return msgspec.structs.replace(settings, **{group: rule})
 
 
 def write_run(run: RunDirectory, settings: RunSettings) -> None:
