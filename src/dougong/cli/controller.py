@@ -8,6 +8,7 @@ job is stopped in good order.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import traceback
@@ -27,7 +28,8 @@ from dougong.run.settings import RunSettings, load_settings, run_directory
 from dougong.telemetry.embedded import SampleWriter
 
 STREAM = "job"
-EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 3}
+EXIT_CODES = {"finished": 0, "failed": 4, "stopped": 3}
+"""None of them is what the interpreter itself exits with when it breaks."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,8 +59,11 @@ def main() -> int:
 
 def node_backend(run: RunDirectory, settings: RunSettings) -> NodeBackend:
     """The engine that holds the nodes of this run."""
-    if settings.backend == "joined":
-        return JoinedNodes()
+    return JoinedNodes() if settings.backend == "joined" else local_nodes(run, settings)
+
+
+def local_nodes(run: RunDirectory, settings: RunSettings):
+    """The nodes that this machine plays."""
     from dougong.backend.local.nodes import LocalNodes
     from dougong.run.layout import node_directory
 
@@ -94,6 +99,7 @@ if __name__ == "__main__":
     try:
         code = main()
     except Exception:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the log may be on a full disk
+            traceback.print_exc()
         sys.exit(70)
     sys.exit(code)

@@ -14,9 +14,10 @@ from typing import Protocol
 
 import msgspec
 
-from dougong.cli.controller import EXIT_CODES, Order
+from dougong.cli.controller import EXIT_CODES, STREAM, Order
 from dougong.errors import UserError
 from dougong.event.kinds import Recorded
+from dougong.event.log import is_being_written
 from dougong.event.tail import Tail
 from dougong.run.layout import RunDirectory
 
@@ -24,6 +25,8 @@ _POLL_S = 0.05
 _MAX_QUICK_DEATHS = 5
 _QUICK_S = 10.0
 EXIT_STOPPED = 130
+_EXIT_CODES = {EXIT_CODES["finished"]: 0, EXIT_CODES["failed"]: 1, EXIT_CODES["stopped"]: EXIT_STOPPED}
+_ORPHAN_S = 150.0
 
 
 class View(Protocol):
@@ -77,9 +80,9 @@ class Launcher:
         self._view.show(tail.poll())
         if code is None:
             return None
-        if code in EXIT_CODES.values():
+        if code in _EXIT_CODES:
             self._view.show(tail.poll())
-            return EXIT_STOPPED if code == EXIT_CODES["stopped"] else code
+            return _EXIT_CODES[code]
         self._view.say(f"the controller ended ({_how(code)}); starting it again")
         self._deaths_s = [then_s for then_s in self._deaths_s if time.monotonic() - then_s < _QUICK_S]
         self._deaths_s.append(time.monotonic())
@@ -130,7 +133,14 @@ class Launcher:
 
 def take_lock(run: RunDirectory) -> int:
     """Hold the run for this process. Raises UserError if another one holds it."""
-    fd = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fd = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise UserError(
+            f"{run.root} cannot be written: {error.strerror}",
+            where="run directory",
+            mend="mend its permissions, or copy it to a disk that is writable",
+        ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -141,6 +151,26 @@ def take_lock(run: RunDirectory) -> int:
             mend="wait for it, or stop it with Ctrl-C there; watch it with `dougong events --follow`",
         ) from None
     return fd
+
+
+def wait_for_orphan(run: RunDirectory) -> None:
+    """Until the controller of a launcher that was killed has saved and left.
+
+    Raises UserError if another launcher holds the run, or if that controller does not leave.
+    """
+    os.close(take_lock(run))
+    if not is_being_written(run.events, stream=STREAM):
+        return
+    sys.stderr.write("an earlier launcher was killed; waiting until its controller has saved and left\n")
+    deadline_s = time.monotonic() + _ORPHAN_S
+    while is_being_written(run.events, stream=STREAM):
+        if time.monotonic() > deadline_s:
+            raise UserError(
+                f"the controller of an earlier launcher has not left within {_ORPHAN_S:.0f} s",
+                where=str(run.events),
+                mend="end the process whose id stands in the file `lock` there, then resume again",
+            )
+        time.sleep(_POLL_S)
 
 
 def point_latest(run_root: Path) -> None:

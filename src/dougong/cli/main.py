@@ -50,6 +50,7 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. Exits 0 on success, 1 if a check or the world failed, 2 for a user's mistake."""
+    _open_closed_streams()
     try:
         result: Any = cli.main(args=arguments, prog_name="dougong", standalone_mode=False)
     except click.exceptions.Abort:
@@ -64,7 +65,19 @@ def main(arguments: list[str] | None = None) -> None:
         # the reader of our output has left; say nothing, also not at interpreter exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:
+        # each command tells of the files it names; what is left is the disk or the terminal under our own output
+        click.echo(f"dougong: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", err=True)
+        sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _open_closed_streams() -> None:
+    """A caller may have closed stdout or stderr; what is written there goes nowhere then."""
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 if __name__ == "__main__":

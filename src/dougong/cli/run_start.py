@@ -17,10 +17,11 @@ import msgspec
 import dougong
 from dougong.backend.device import FoundAccelerator
 from dougong.backend.nvml import NvmlProbe
-from dougong.cli.launch import Launcher, View, point_latest
+from dougong.cli.controller import local_nodes
+from dougong.cli.launch import Launcher, View, point_latest, wait_for_orphan
 from dougong.cli.run_options import RunOptions, Shape, membership, shape
 from dougong.clock import SystemClock
-from dougong.errors import MissingExtra, UserError
+from dougong.errors import DougongError, MissingExtra, UserError
 from dougong.event import store
 from dougong.event.log import EventLog
 from dougong.run.history import replay
@@ -56,6 +57,7 @@ def start(options: RunOptions) -> int:
     if options.reference is not None:
         load_settings(run_directory(options.reference.resolve()))
     _check_cpus(wanted, options)
+    _check_webhook(options.webhook)
     if options.master_port is not None:
         check_port(options.master_port, option="--master-port")
     chaos = _chaos(options)
@@ -80,6 +82,7 @@ def go_on(options: RunOptions) -> int:
         )
     run = run_directory(options.resume.resolve())
     settings = load_settings(run)
+    wait_for_orphan(run)
     history = replay(store.read(run.events, streams=("job",)))
     if history.end == "finished":
         raise UserError(
@@ -108,6 +111,8 @@ def supervise(
     finally:
         if injector is not None:
             injector.stop()
+    if settings.backend == "local":
+        local_nodes(run, settings).end_leftovers((*settings.nodes, *settings.spares))
     _say_how_it_went(run, code, wants_score=wants_score)
     return code
 
@@ -227,6 +232,7 @@ def _checked_command(options: RunOptions) -> tuple[str, ...]:
     if not options.command:
         raise UserError("no script was given", where="command line", mend="dougong run [OPTIONS] -- train.py ARGS…")
     if options.module:
+        _check_module(options.command[0])
         return ("-m", *options.command)
     script = Path(options.command[0])
     if not script.is_file():
@@ -239,6 +245,25 @@ def _checked_command(options: RunOptions) -> tuple[str, ...]:
     if not os.access(script, os.R_OK):
         raise UserError(f"the script {str(script)!r} cannot be read", where="command line", mend="mend its permissions")
     return options.command
+
+
+def _check_module(name: str) -> None:
+    """Its top-level package is looked for, from here as `python -m` would, without importing anything."""
+    from importlib.util import find_spec
+
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = find_spec(name.partition(".")[0])
+    except ValueError:
+        spec = None
+    finally:
+        del sys.path[0]
+    if spec is None:
+        raise UserError(
+            f"there is no module {name!r}",
+            where=f"command line, seen from {_shown(Path.cwd())}",
+            mend="give a module that `python -m` finds from here, or a script without -m",
+        )
 
 
 def _check_torch() -> None:
@@ -272,6 +297,18 @@ def check_port(port: int, *, option: str) -> None:
             ) from error
 
 
+def _check_webhook(url: str) -> None:
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(url)
+        is_good = not url or (parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0)
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise UserError(f"{url!r} is not a web address", where="--webhook", mend="for example https://host/path")
+
+
 def _chaos(options: RunOptions) -> Chaos | None:
     if options.chaos is None:
         return None
@@ -280,7 +317,6 @@ def _chaos(options: RunOptions) -> Chaos | None:
 
 
 def _injector(run: RunDirectory, settings: RunSettings, chaos: Chaos, launcher: Launcher):
-    from dougong.backend.local.nodes import LocalNodes
     from dougong.run.chaos import Injector, Reach
 
     clock = SystemClock()
@@ -289,7 +325,6 @@ def _injector(run: RunDirectory, settings: RunSettings, chaos: Chaos, launcher: 
     def directory_of(component: str):
         return node_directory(settings.run_id, component, memory_root=memory_root)
 
-    door = LocalNodes(run.root, run_id=settings.run_id, memory_of=lambda component: directory_of(component).root)
     return Injector(
         resolve(chaos, world_size=settings.world_size, nodes=settings.nodes),
         seed=chaos.seed,
@@ -297,7 +332,7 @@ def _injector(run: RunDirectory, settings: RunSettings, chaos: Chaos, launcher: 
         job_stream="job",
         checkpoint_url=settings.checkpoint_url,
         reach=Reach(
-            door=door,
+            door=local_nodes(run, settings),
             node_directory=directory_of,
             kill_controller=launcher.kill_controller,
         ),
@@ -318,10 +353,13 @@ def _view(run: RunDirectory, settings: RunSettings) -> View:
 def _say_how_it_went(run: RunDirectory, code: int, *, wants_score: bool) -> None:
     from dougong.cli.score import print_scorecard, write_report
 
-    if wants_score:
-        print_scorecard(run.root)
-    report = write_report(run.root)
-    click.echo(f"report: {_shown(report)}", err=True)
+    try:
+        if wants_score:
+            print_scorecard(run.root)
+        click.echo(f"report: {_shown(write_report(run.root))}", err=True)
+    except DougongError as error:
+        # how the job ended is the exit code, whatever becomes of its report
+        click.echo(f"warning: {error}", err=True)
     if code == 130:
         click.echo(f"stopped; go on with: dougong run --resume {_shown(run.root)}", err=True)
 
@@ -358,11 +396,33 @@ def check_writable(run: RunDirectory) -> None:
 def _checkpoint_url(options: RunOptions, run: RunDirectory) -> str:
     if options.checkpoint_dir is None:
         return str(run.checkpoints)
-    from dougong.run.manifest import storage_at
+    from dougong.run.manifest import LocalPlace, storage_at
 
     url = options.checkpoint_dir if "://" in options.checkpoint_dir else str(Path(options.checkpoint_dir).absolute())
-    storage_at(url)
+    place, path = storage_at(url)
+    if url.startswith("memory://"):
+        raise UserError(
+            "checkpoints in the memory of one process cannot be read by another",
+            where="--checkpoint-dir memory://",
+            mend="give a directory or a store that all ranks share; memory checkpoints are taken besides",
+        )
+    if isinstance(place, LocalPlace):
+        _check_takes_files(Path(path))
     return url
+
+
+def _check_takes_files(directory: Path) -> None:
+    """Raises UserError if a local directory of checkpoints cannot be made or written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(0, "it is not writable")
+    except OSError as error:
+        raise UserError(
+            f"{_shown(directory)} cannot hold checkpoints: {error.strerror}",
+            where="--checkpoint-dir",
+            mend="give a directory on a disk that is writable",
+        ) from error
 
 
 def _memory_root(run: RunDirectory) -> Path:

@@ -209,6 +209,21 @@ class EventLog:
             self._buffer = [pending for pending in self._buffer if pending[0] > durable_seq]
 
 
+def is_being_written(directory: Path, *, stream: str) -> bool:
+    """Does a living process hold the stream for writing?"""
+    try:
+        fd = os.open(directory / stream / "lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def _lock(folder: Path) -> int:
     path = folder / "lock"
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

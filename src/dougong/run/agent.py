@@ -260,6 +260,8 @@ class Agent:
                 self._take_in(running, Page.open(self._node.page(running.rank)))
 
     def _write_workers(self) -> None:
+        if self._is_dismissed:
+            return  # the node's directory may be gone already, and must not come back
         write_atomically(
             self._node.workers, msgspec.json.encode(tuple(worker.worker for worker in self._workers.values()))
         )
@@ -348,6 +350,9 @@ class Agent:
         exit_code, signal_number = await self._zygote.how_it_ended(worker.worker.pid, timeout_s=_EXIT_CODE_S)
         self._forward_letters()
         running = worker.worker
+        if exit_code != 0:
+            # what a broken script started would hold its ports and devices; one that ended well left it on purpose
+            process.kill_group(running.pid, start_ticks_expected=running.start_ticks)
         self._keep_last_steps(worker)
         if self._workers.get(running.rank) is worker:
             del self._workers[running.rank]
@@ -393,6 +398,7 @@ class Agent:
         for worker in victims:
             for pid in (worker.worker.pid, *process.descendants(worker.worker.pid)):
                 process.kill(pid)
+            process.kill_group(worker.worker.pid, start_ticks_expected=worker.worker.start_ticks)
         await self._wait_gone(victims, timeout_s=self._settings.policy.teardown_s)
 
     async def _wait_gone(self, workers: list[_Worker], *, timeout_s: float) -> None:
@@ -429,7 +435,10 @@ def snapshots_in(node: NodeDirectory, *, is_verified: bool) -> tuple[wire.Snapsh
     """
     found: list[wire.SnapshotStatus] = []
     for page in sorted(node.root.glob("rank-*.commit")):
-        rank = int(page.name.removeprefix("rank-").removesuffix(".commit"))
+        number = page.name.removeprefix("rank-").removesuffix(".commit")
+        if not number.isdecimal():
+            continue
+        rank = int(number)
         files = SnapshotFiles(node.snapshot(rank))
         for slot in files.slots():
             if is_verified and not files.is_whole(slot):

@@ -33,9 +33,8 @@ from dougong.run.letters import (
     ShardFailed,
     Stopped,
     WarningGiven,
+    from_agent,
     post,
-    read_from_agent,
-    unread,
 )
 from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.persist import Persister, PersistRequest
@@ -105,9 +104,17 @@ class Job:
         self._files: SnapshotFiles | None = None
         self._ledger: _Ledger | None = None
         self._is_ledger_warned = False
+        self._submitted_step = 0
+        self._loaded_step = 0
         self.rank, self.world_size = rank_and_world_size()
         if self._place is not None:
             self._page = Page.open(self._place.node.page(self._place.rank))
+            if self._page.is_attached:
+                raise UserError(
+                    "attach() was called twice in this process; a run saves and restores one job",
+                    where="attach()",
+                    mend="give the other objects to the first attach(), as further keyword arguments",
+                )
             self._page.mark_attached()
             self._files = SnapshotFiles(self._place.node.snapshot(self._place.rank))
             self._persister = Persister(self._place, self._files)
@@ -159,6 +166,12 @@ class Job:
                 break
             step = Step(self, number=self._step + 1, batch=batch, data_wait_ns=time.monotonic_ns() - began_ns)
             yield step
+            if not step.is_entered:
+                raise UserError(
+                    f"step {step.number} was not entered, so it would come again for ever",
+                    where="for step in job.steps()",
+                    mend="do the step inside `with step as batch:`",
+                )
             if step.is_finished:
                 self._between_steps()
         self._finish()
@@ -224,8 +237,7 @@ class Job:
             group.abandon()
         deadline_ns = time.monotonic_ns() + round(_VERDICT_TIMEOUT_S * 1e9)
         while time.monotonic_ns() < deadline_ns:
-            for path in unread(self._place.node.inbox(self._place.rank)):
-                letter = read_from_agent(path)
+            for path, letter in from_agent(self._place.node.inbox(self._place.rank)):
                 if isinstance(letter, Rejoin) and letter.generation > self._place.generation and group is not None:
                     path.unlink(missing_ok=True)
                     self._rejoin(letter, group)
@@ -290,6 +302,7 @@ class Job:
                 replication=replication(self._parts, world_size=self._place.world_size),
             )
             self._persister.submit(request)
+            self._submitted_step = self._step
         self._page.enter(Phase.BETWEEN, now_ns=time.monotonic_ns())
 
     def _tell_no_memory(self, error: OSError) -> None:
@@ -303,7 +316,8 @@ class Job:
     def _leave_resumable(self) -> None:
         assert self._place is not None and self._page is not None and self._persister is not None
         self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
-        self._persister.wait_committed(step=self._step)
+        if self._step == self._submitted_step:  # else there was no room for it, and nothing will be committed
+            self._persister.wait_committed(step=self._step)
         letter = Stopped(generation=self._place.generation, rank=self._place.rank, step=self._step)
         post(self._place.node.outbox(self._place.rank), letter)
         self._page.enter(Phase.STOPPED_CLEAN, now_ns=time.monotonic_ns())
@@ -313,10 +327,11 @@ class Job:
         """The loop is done: the last state is saved durably before the script goes on."""
         if self._place is None or self._page is None or self._persister is None or self._step == 0:
             return
-        if self._step % self._place.durable_every_steps != 0:
+        if self._step not in (self._submitted_step, self._loaded_step):
             self._save(is_durable=True)
         self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
-        self._persister.wait_committed(step=self._step)
+        if self._step == self._submitted_step:
+            self._persister.wait_committed(step=self._step)
         self._page.enter(Phase.BETWEEN, now_ns=time.monotonic_ns())
 
     def _restore(self) -> None:
@@ -331,6 +346,9 @@ class Job:
                 self._data.load(tree["data"])
             progress = put_back(tree, self._parts)
             self._step, self._num_tokens = progress.step, progress.num_tokens
+        # a state that was loaded from a durable checkpoint has one already; of another generation's none is known
+        self._submitted_step = 0
+        self._loaded_step = self._step if place.restore_source == "durable" else 0
         page.mark_restored(step=self._step)
         now_ns = time.monotonic_ns()
         page.enter(Phase.STARTING, now_ns=now_ns)
@@ -376,6 +394,7 @@ class Step:
 
     def __init__(self, job: Job, *, number: int, batch: Any, data_wait_ns: int) -> None:
         self.number = number
+        self.is_entered = False
         self.is_finished = False
         self.loss: float | None = None
         self.tokens: int | None = None
@@ -398,6 +417,7 @@ class Step:
         self.samples = None if samples is None else tuple(int(sample) for sample in samples)
 
     def __enter__(self) -> Any:
+        self.is_entered = True
         self.begin_ns = self._job.begin_step()
         return self._batch
 

@@ -43,6 +43,7 @@ _STACKS_S = 3.0
 _STOP_S = 90.0
 _SIGTERM_GRACE_S = 10.0
 _LAUNCH_S = 120.0
+_DISMISS_S = 8.0
 _STORE_RETRY_S = 1.0
 
 Status = Literal["gathering", "running", "tearing-down", "backing-off", "ended"]
@@ -91,6 +92,7 @@ class Controller:
         self._loss_since_s = 0.0
         self._last_traceback = ""
         self._finished: set[int] = set()
+        self._said_done: set[int] = set()
         self._stopped: set[int] = set()
         self._killed: set[str] = set()
         self._backoff_until_s = 0.0
@@ -190,6 +192,7 @@ class Controller:
         for component in self._reception.drop_silent():
             self._spawn(self._end_agent(component))
         self._note_late_launch()
+        self._see_to_lingering()
         finding = self._find_hang()
         decision = rules.decide(self._view(finding), self._settings.policy)
         await self._apply(decision)
@@ -302,6 +305,9 @@ class Controller:
         await asyncio.sleep(0.3)
         if self._generation != generation or self._status != "running" or placed.rank in self._finished | self._stopped:
             return
+        if placed.rank in self._said_done:
+            self._finished.add(placed.rank)
+            return
         detail = "ended while its agent was away"
         self._add_loss(
             rules.Loss(
@@ -401,7 +407,7 @@ class Controller:
                 self._add_loss(loss_of_error(letter, node.component))
             case letters.ScriptEnded():
                 if letter.exit_code == 0:
-                    self._finished.add(letter.rank)
+                    self._said_done.add(letter.rank)
             case letters.Stopped():
                 self._stopped.add(letter.rank)
             case letters.WarningGiven():
@@ -425,7 +431,7 @@ class Controller:
         self._add_loss(loss_of_end(message, node.component))
 
     def _is_over(self, rank: int) -> bool:
-        return rank in self._finished or rank in self._stopped
+        return rank in self._finished | self._said_done | self._stopped
 
     def _add_loss(self, loss: rules.Loss) -> None:
         if self._status != "running":
@@ -495,6 +501,20 @@ class Controller:
                 loss = rules.Loss(rank=placed.rank, component=placed.component, cause_class="host", detail=detail)
                 self._add_loss(loss)
                 return
+
+    def _see_to_lingering(self) -> None:
+        """A script that has ended may still join threads and write; a process that then does nothing is not waited for.
+
+        Only its end tells how it ended, so before that a rank is finished only by this.
+        """
+        for node in self._nodes.values():
+            for rank in node.status.ranks if node.status is not None else ():
+                if rank.generation != self._generation or rank.rank not in self._said_done - self._finished:
+                    continue
+                if min(rank.idle_s, rank.quiet_s) > self._settings.hang.outside_step_s:
+                    self._finished.add(rank.rank)
+                    text = f"rank {rank.rank}: its script ended well, its process {rank.pid} does not leave"
+                    self._record(kinds.WarningRaised(component=node.component, text=text))
 
     def _find_hang(self) -> Finding | None:
         if self._status != "running" or self._losses:
@@ -620,6 +640,7 @@ class Controller:
         self._pending = decision
         self._losses.clear()
         self._finished.clear()
+        self._said_done.clear()
         self._stopped.clear()
         self._launched.clear()
         self._is_resumed = self._generation == 1
@@ -684,10 +705,12 @@ class Controller:
         self._is_leaving = True
         self._record(event)
         self._commit()
-        self._broadcast(wire.Dismiss(is_memory_kept=is_memory_kept))
-        deadline_s = self._now_s() + 5.0
-        while any(node.connection is not None for node in self._nodes.values()) and self._now_s() < deadline_s:
+        self._reception.dismiss(is_memory_kept=is_memory_kept)
+        deadline_s = self._now_s() + _DISMISS_S
+        while (waited := self._reception.not_dismissed()) and self._now_s() < deadline_s:
             await asyncio.sleep(0.02)
+        for component in waited:
+            await self._end_agent(component)
         self._end = end
         self._become("ended")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -154,9 +155,20 @@ def post(box: Path, letter: Letter) -> None:
 def unread(box: Path) -> tuple[Path, ...]:
     """The letters of a box, oldest first."""
     try:
-        return tuple(box / name for name in sorted(os.listdir(box)) if not name.startswith("."))
+        with os.scandir(box) as entries:
+            names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_file())
     except FileNotFoundError:
         return ()
+    return tuple(box / name for name in names)
+
+
+def from_agent(box: Path) -> Iterator[tuple[Path, AgentLetter]]:
+    """The letters of a worker's box, oldest first, with where they lie. What is no letter is removed."""
+    for path in unread(box):
+        try:
+            yield path, read_from_agent(path)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            path.unlink(missing_ok=True)
 
 
 def read_from_worker(path: Path) -> WorkerLetter:

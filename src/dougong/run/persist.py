@@ -18,9 +18,8 @@ from dougong.run.letters import (
     ShardFailed,
     ShardWritten,
     WriteMetadata,
+    from_agent,
     post,
-    read_from_agent,
-    unread,
 )
 from dougong.run.place import WorkerPlace
 from dougong.run.snapshot import SnapshotFiles
@@ -128,8 +127,7 @@ class Persister:
         """Wait for the other ranks' shards (the controller tells), then write the index over all of them."""
         deadline_ns = time.monotonic_ns() + round(self._place.commit_timeout_s * 1e9)
         while time.monotonic_ns() < deadline_ns:
-            for path in unread(self._place.node.inbox(self._place.rank)):
-                letter = read_from_agent(path)
+            for path, letter in from_agent(self._place.node.inbox(self._place.rank)):
                 if isinstance(letter, Rejoin):
                     continue
                 path.unlink(missing_ok=True)
@@ -151,8 +149,7 @@ class Persister:
 
     def _read_drops(self) -> None:
         """The persisting thread is idle, so the inbox is this thread's to read."""
-        for path in unread(self._place.node.inbox(self._place.rank)):
-            letter = read_from_agent(path)
+        for path, letter in from_agent(self._place.node.inbox(self._place.rank)):
             if isinstance(letter, DropCheckpoint):
                 path.unlink(missing_ok=True)
                 self._dropped.add(letter.step)

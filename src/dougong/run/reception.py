@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 
 from dougong.clock import Clock
@@ -39,6 +40,8 @@ class Reception:
         self._on_message = on_message
         self._on_gone = on_gone
         self._server: asyncio.Server | None = None
+        self._farewell: wire.Dismiss | None = None
+        self._dismissed: set[str] = set()
 
     async def open(self, settings: RunSettings) -> Address:
         """Listen; where. Raises OSError if the port cannot be had."""
@@ -49,6 +52,27 @@ class Reception:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
+
+    def dismiss(self, *, is_memory_kept: bool) -> None:
+        """Send all agents away, also those that have yet to come."""
+        self._farewell = wire.Dismiss(is_memory_kept=is_memory_kept)
+        for session in self._sessions.values():
+            if session.connection is not None:
+                session.send(self._farewell)
+                self._dismissed.add(session.component)
+
+    def not_dismissed(self) -> tuple[str, ...]:
+        """The nodes that have an agent, as far as is known, which has not left."""
+        return tuple(
+            session.component
+            for session in self._sessions.values()
+            if session.connection is not None
+            or (
+                (session.is_agent_asked or session.was_connected)
+                and not session.is_lost
+                and session.component not in self._dismissed
+            )
+        )
 
     def drop_silent(self) -> tuple[str, ...]:
         """Close connections that say nothing, which is as bad as none: the agent may be stopped, or its host dead.
@@ -76,8 +100,22 @@ class Reception:
             connection.send(wire.Dismiss(is_memory_kept=False))
             connection.close()
             return
+        if self._farewell is not None:
+            await self._see_off(session, connection, self._farewell)
+            return
         self._on_hello(session, connection, hello)
         await self._listen(session, connection)
+
+    async def _see_off(self, session: NodeSession, connection: wire.Connection, farewell: wire.Dismiss) -> None:
+        """An agent that comes when all is over. What it says is read, else closing could lose the farewell."""
+        session.connection = connection
+        connection.send(farewell)
+        self._dismissed.add(session.component)
+        with contextlib.suppress(wire.WireBroken):
+            while True:
+                await connection.receive_for_controller()
+        connection.close()
+        session.lose_connection(now_s=self._now_s())
 
     async def _listen(self, session: NodeSession, connection: wire.Connection) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
@@ -125,7 +126,8 @@ def _watch_optimizer(page: Page, place: WorkerPlace) -> None:
 def _leave(page: Page, place: WorkerPlace, exit_code: int) -> int:
     page.enter(Phase.DONE, now_ns=time.monotonic_ns())
     letter = ScriptEnded(generation=place.generation, rank=place.rank, exit_code=exit_code, step=page.step)
-    post(place.node.outbox(place.rank), letter)
+    with contextlib.suppress(OSError):  # no memory for a letter; the exit code says the same
+        post(place.node.outbox(place.rank), letter)
     return exit_code
 
 
@@ -143,17 +145,16 @@ def _report(place: WorkerPlace, error: BaseException) -> None:
     text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
     sys.stderr.write(text)
     sys.stderr.flush()
-    post(
-        place.node.outbox(place.rank),
-        ErrorRaised(
-            generation=place.generation,
-            rank=place.rank,
-            time_ns=time.time_ns(),
-            error=f"{type(error).__name__}: {error}",
-            traceback=text,
-            is_broken_collective=is_broken_collective(error),
-        ),
+    letter = ErrorRaised(
+        generation=place.generation,
+        rank=place.rank,
+        time_ns=time.time_ns(),
+        error=f"{type(error).__name__}: {error}",
+        traceback=text,
+        is_broken_collective=is_broken_collective(error),
     )
+    with contextlib.suppress(OSError):  # no memory for a letter; the end of the log says the same
+        post(place.node.outbox(place.rank), letter)
 
 
 def _user_frames(frames: TracebackType | None) -> TracebackType | None:

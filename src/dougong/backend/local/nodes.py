@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dougong.backend.local import process
@@ -65,6 +65,14 @@ class LocalNodes:
                 process.kill(pid, signal.SIGKILL)
         shutil.rmtree(self._memory_of(component), ignore_errors=True)
 
+    def end_leftovers(self, components: Iterable[str]) -> None:
+        """End the run's own processes that are still there when it is over: of a node that was given up, or slow to
+        leave. Another program that a script started and left is not touched."""
+        for component in components:
+            for pid in self._pids(component):
+                if _is_agent(pid) or _is_worker(pid):
+                    process.kill(pid)
+
     def _pids(self, component: str) -> tuple[int, ...]:
         return tuple(
             pid for pid in process.pids_with_variable(NODE_VARIABLE, self._mark(component)) if process.is_alive(pid)
@@ -86,7 +94,16 @@ def _short(component: str) -> str:
 
 
 def _is_agent(pid: int) -> bool:
+    return _runs_module(pid, b"dougong.cli.agent")
+
+
+def _is_worker(pid: int) -> bool:
+    """Or the zygote, of which every worker is a fork."""
+    return _runs_module(pid, b"dougong.run.zygote")
+
+
+def _runs_module(pid: int, module: bytes) -> bool:
     try:
-        return b"dougong.cli.agent" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return module in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False

@@ -5,6 +5,7 @@ Source: proc(5), pidfd_open(2), and the kernel's Documentation/filesystems/proc.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal
@@ -104,6 +105,14 @@ def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
         os.kill(pid, signal_number)
     except ProcessLookupError:
         return
+
+
+def kill_group(leader: int, *, start_ticks_expected: int) -> None:
+    """Kill what is left of a process group, also after its leader has ended, unless the pid is another's by now."""
+    if start_ticks(leader) not in (None, start_ticks_expected):
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _all_pids() -> Iterator[int]:
