@@ -167,7 +167,7 @@ def test_the_loss_of_a_spare_does_not_interrupt() -> None:
 
 
 @pytest.mark.parametrize(("kind", "cause"), [("stopped", "stopped"), ("hang", "hang")])
-def test_a_hang_interrupts_and_wants_stacks(kind: str, cause: str) -> None:
+def test_a_hang_interrupts_and_wants_stacks(kind: FindingKind, cause: str) -> None:
     decision = decide(view("running", finding=finding(kind)), POLICY)
     assert isinstance(decision, Interrupt) and decision.wants_stacks
     assert (decision.loss.cause_class, decision.loss.component) == (cause, B)
