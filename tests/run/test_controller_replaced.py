@@ -41,6 +41,9 @@ class NoNodes:
     def start_agent(self, component: str) -> None:
         return
 
+    def fence(self, component: str) -> None:
+        return
+
     def end_agent(self, component: str) -> None:
         return
 

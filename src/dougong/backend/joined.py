@@ -12,5 +12,8 @@ class JoinedNodes:
     def start_agent(self, component: str) -> None:
         """Its own launcher starts it again."""
 
+    def fence(self, component: str) -> None:
+        """Nothing of it can be reached; its agent is told to leave if it ever comes back."""
+
     def end_agent(self, component: str) -> None:
         """Its own launcher ends it."""

@@ -19,6 +19,10 @@ class NodeBackend(Protocol):
         """End an agent that does not answer, but not its workers."""
         ...
 
+    def fence(self, component: str) -> None:
+        """See to it, as far as the engine can, that nothing of the run goes on there: the node counts as lost."""
+        ...
+
 
 class FaultDoor(Protocol):
     """How a chaos schedule reaches the real processes of a node."""

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 import dougong
-from dougong.errors import DougongError
+from dougong.errors import DougongError, UserError
 
 _COMMANDS = {
     "run": ("dougong.cli.run:run", "Keep a training script running through every fault."),
@@ -55,6 +55,14 @@ def main(arguments: list[str] | None = None) -> None:
         result: Any = cli.main(args=arguments, prog_name="dougong", standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx is not None else "dougong"
+        told = UserError(error.format_message(), where=f"command line of `{command}`", mend=f"see `{command} --help`")
+        click.echo(f"dougong: {told}", err=True)
+        sys.exit(told.exit_code)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

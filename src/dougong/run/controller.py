@@ -272,6 +272,10 @@ class Controller:
             node.connection.close()
             node.connection = None
         self._record(kinds.NodeLost(component=component, reason=reason))
+        self._spawn(self._fence(component))
+
+    async def _fence(self, component: str) -> None:
+        await asyncio.to_thread(self._backend.fence, component)
 
     async def _end_agent(self, component: str) -> None:
         await asyncio.to_thread(self._backend.end_agent, component)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dougong.backend.local import process
 from dougong.errors import NodeUnreachable
 
 NODE_VARIABLE = "DOUGONG_NODE"
+_KILL_S = 10.0
 
 
 class LocalNodes:
@@ -52,6 +54,9 @@ class LocalNodes:
         self._reap()
         return any(_is_agent(pid) for pid in self._pids(component))
 
+    def fence(self, component: str) -> None:
+        self._kill_all(component)
+
     def kill_agent(self, component: str) -> None:
         self.end_agent(component)
 
@@ -59,10 +64,7 @@ class LocalNodes:
         mark = self._down_mark(component)
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
-        # a process may fork while it is being killed, so go on until none is left
-        while pids := self._pids(component):
-            for pid in pids:
-                process.kill(pid, signal.SIGKILL)
+        self._kill_all(component)
         shutil.rmtree(self._memory_of(component), ignore_errors=True)
 
     def end_leftovers(self, components: Iterable[str]) -> None:
@@ -72,6 +74,13 @@ class LocalNodes:
             for pid in self._pids(component):
                 if _is_agent(pid) or _is_worker(pid):
                     process.kill(pid)
+
+    def _kill_all(self, component: str) -> None:
+        # a process may fork while it is being killed, so go on until none is left; one in an endless disk wait never dies
+        deadline_s = time.monotonic() + _KILL_S
+        while (pids := self._pids(component)) and time.monotonic() < deadline_s:
+            for pid in pids:
+                process.kill(pid, signal.SIGKILL)
 
     def _pids(self, component: str) -> tuple[int, ...]:
         return tuple(
