@@ -111,14 +111,17 @@ def run(
 
 def left_behind(run_dir: Path) -> list[int]:
     """Processes of the run that are still there, after a moment's grace."""
+    deadline = time.monotonic() + 5.0
+    while (alive := living(run_dir)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive
+
+
+def living(run_dir: Path) -> list[int]:
+    """Agents, zygotes and workers of the run, and what they started."""
     settings = json.loads((run_dir / "run.json").read_text())
     marks = [f"{settings['run_id']}:{node}" for node in (*settings["nodes"], *settings["spares"])]
-    deadline = time.monotonic() + 5.0
-    while True:
-        alive = [pid for mark in marks for pid in pids_with_variable("DOUGONG_NODE", mark) if is_alive(pid)]
-        if not alive or time.monotonic() > deadline:
-            return alive
-        time.sleep(0.05)
+    return [pid for mark in marks for pid in pids_with_variable("DOUGONG_NODE", mark) if is_alive(pid)]
 
 
 def memory_left(run_dir: Path) -> list[Path]:

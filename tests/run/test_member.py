@@ -25,14 +25,14 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
     runs.end_all(path)
 
 
-def task(run_dir: Path, rank: int, *arguments: str) -> subprocess.Popen[str]:
+def task(run_dir: Path, rank: int, *arguments: str, job: str = "77") -> subprocess.Popen[str]:
     """One task of a Slurm step on two hosts; the hosts are both this one."""
     return subprocess.Popen(
         [sys.executable, "-m", "dougong.cli.main", "run", "--run-dir", str(run_dir), "--", str(runs.SMALL), *arguments],
         cwd=run_dir.parent,
         env={
             **os.environ,
-            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_ID": job,
             "SLURM_PROCID": str(rank),
             "SLURM_NTASKS": "2",
             "SLURM_STEP_NUM_TASKS": "2",
@@ -67,12 +67,16 @@ def test_a_requeued_step_goes_on_where_it_stopped(run_dir: Path) -> None:
     runs.wait_for_step(run_dir, 10)
     for process in (head, follower):
         process.send_signal(signal.SIGTERM)
+    # Slurm signals every process of a step, not the launchers alone
+    for pid in runs.living(run_dir):
+        os.kill(pid, signal.SIGTERM)
     stopped = runs.finish(head, run_dir)
     assert stopped.code == 130, stopped.report
     assert ended(follower) == 130
     (event,) = stopped.events(JobStopped)
-    head, follower = task(run_dir, 0), task(run_dir, 1)
+    follower, head = task(run_dir, 1, job="78"), task(run_dir, 0, job="78")
     done = runs.finish(head, run_dir)
     assert done.code == 0, done.report
     assert ended(follower) == 0
+    assert done.events(NodeJoined)[-1].component.startswith("slurm-78-0/"), "the hosts of the new job"
     assert done.events(StateRestored)[-1].step == event.step

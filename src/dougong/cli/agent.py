@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -14,6 +15,8 @@ from dougong.run.settings import load_settings, run_directory
 
 
 def main() -> None:
+    # Slurm signals every process of a step; the launchers are those that answer, and have the ranks save
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     run = run_directory(Path(sys.argv[1]))
     component = sys.argv[2]
     settings = load_settings(run)

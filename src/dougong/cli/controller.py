@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -39,6 +40,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def main() -> int:
+    # Slurm signals every process of a step; the launchers are those that answer, and have the ranks save
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     run = run_directory(Path(sys.argv[1]))
     settings = load_settings(run)
     clock = SystemClock()

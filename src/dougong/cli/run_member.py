@@ -19,8 +19,8 @@ from dougong.cli.run_options import Membership, RunOptions, endpoint, shape
 from dougong.errors import UserError
 from dougong.event import store
 from dougong.run.history import JobHistory, replay
-from dougong.run.layout import RunDirectory
-from dougong.run.settings import RunSettings, load_settings, run_directory
+from dougong.run.layout import RunDirectory, forget_memory
+from dougong.run.settings import RunSettings, load_settings, run_directory, save_settings
 
 _POLL_S = 0.2
 _WAIT_FOR_HEAD_S = 600.0
@@ -58,14 +58,15 @@ def _lead(options: RunOptions, member: Membership, command: tuple[str, ...], run
         check_port(member.listen_port, option="--rdzv-endpoint")
     is_resume = run.settings.exists()
     if is_resume:
-        # the same job started again: a scheduler put it back into its queue
-        settings = load_settings(run)
+        # the same job started again: a scheduler put it back into its queue, perhaps on other hosts
         if _history(run).end == "finished":
             raise UserError(
                 f"the run in {run.root} is finished already",
                 where="--run-dir, --rdzv-id",
                 mend="give this run another name or directory",
             )
+        settings = _moved(load_settings(run), options, member)
+        save_settings(run, settings)
     else:
         check_writable(run)
         settings = _settings(options, member, command, run)
@@ -77,7 +78,9 @@ def _lead(options: RunOptions, member: Membership, command: tuple[str, ...], run
 def _follow(member: Membership, run: RunDirectory) -> int:
     began_s = time.monotonic()
     known = _history(run)
-    while not run.settings.exists() or not run.address.exists():
+    component = component_of(member, member.node_rank)
+    # a run directory of an earlier start names other hosts until the head of this one has taken it up
+    while not run.address.exists() or not run.settings.exists() or component not in load_settings(run).nodes:
         if time.monotonic() - began_s > _WAIT_FOR_HEAD_S:
             raise UserError(
                 f"the head has not made {run.root} within {_WAIT_FOR_HEAD_S:.0f} s",
@@ -87,11 +90,13 @@ def _follow(member: Membership, run: RunDirectory) -> int:
         time.sleep(_POLL_S)
     previous = {number: signal.signal(number, _leave_it_to_the_head) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with _OwnAgent(run, component_of(member, member.node_rank)) as agent:
+        with _OwnAgent(run, component) as agent:
             while True:
                 history = _history(run)
                 if history.end and history.num_starts > known.num_starts:
                     agent.wait()
+                    if history.end == "finished":
+                        agent.forget_memory()
                     return _EXIT_CODES[history.end]
                 agent.keep()
                 time.sleep(_POLL_S)
@@ -116,6 +121,8 @@ class _OwnAgent:
             memory_of=lambda name: node_directory(settings.run_id, name, memory_root=memory_root).root,
         )
         self._component = component
+        self._run_id = settings.run_id
+        self._memory_root = memory_root
 
     def __enter__(self) -> _OwnAgent:
         self._nodes.start_agent(self._component)
@@ -126,6 +133,9 @@ class _OwnAgent:
 
     def keep(self) -> None:
         self._nodes.start_agent(self._component)
+
+    def forget_memory(self) -> None:
+        forget_memory(self._run_id, memory_root=self._memory_root)
 
     def wait(self) -> None:
         """Until the agent has left by itself, a few seconds at most; then it is ended."""
@@ -150,6 +160,23 @@ def _settings(options: RunOptions, member: Membership, command: tuple[str, ...],
         policy=msgspec.structs.replace(settings.policy, join_s=_JOIN_S, gather_s=_JOIN_S),
         threads_per_worker=max(1, num_cpus // wanted.procs_per_node),
         listen_host="0.0.0.0",
+        listen_port=member.listen_port,
+        advertised_host=_advertised_host(options, member),
+    )
+
+
+def _moved(settings: RunSettings, options: RunOptions, member: Membership) -> RunSettings:
+    """The settings of an earlier start, on the hosts of this one."""
+    if len(settings.nodes) != member.num_nodes:
+        raise UserError(
+            f"the run has {len(settings.nodes)} nodes, this start {member.num_nodes}",
+            where="the number of launchers",
+            mend="start as many as before; the number of ranks cannot change yet",
+        )
+    return msgspec.structs.replace(
+        settings,
+        cluster_name=member.name,
+        nodes=tuple(component_of(member, node_rank) for node_rank in range(member.num_nodes)),
         listen_port=member.listen_port,
         advertised_host=_advertised_host(options, member),
     )

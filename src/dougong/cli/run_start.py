@@ -25,7 +25,7 @@ from dougong.errors import DougongError, MissingExtra, UserError
 from dougong.event import store
 from dougong.event.log import EventLog
 from dougong.run.history import replay
-from dougong.run.layout import RunDirectory, node_directory, write_atomically
+from dougong.run.layout import RunDirectory, forget_memory, node_directory, write_atomically
 from dougong.run.settings import (
     FORMAT_VERSION,
     HangRule,
@@ -113,6 +113,8 @@ def supervise(
             injector.stop()
     if settings.backend == "local":
         local_nodes(run, settings).end_leftovers((*settings.nodes, *settings.spares))
+    if code == 0:
+        forget_memory(settings.run_id, memory_root=Path(settings.memory_root))
     _say_how_it_went(run, code, wants_score=wants_score)
     return code
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -116,6 +118,7 @@ class Job:
                     mend="give the other objects to the first attach(), as further keyword arguments",
                 )
             self._page.mark_attached()
+            _leave_sigterm_to_the_launcher()
             self._files = SnapshotFiles(self._place.node.snapshot(self._place.rank))
             self._persister = Persister(self._place, self._files)
             self._ledger = _Ledger(self._place)
@@ -387,6 +390,16 @@ class Job:
                 ) from None
             self._data.end_epoch()
             return self._data.next_batch()
+
+
+def _leave_sigterm_to_the_launcher() -> None:
+    """A scheduler signals every process of a job; the launcher is told too, and has all ranks save at one step.
+
+    A handler of the script's own stays.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -87,6 +88,11 @@ def node_directory(run_id: str, component: str, *, memory_root: Path) -> NodeDir
     digest = hashlib.sha256(component.encode()).hexdigest()[:6]
     name = component.rsplit("/", 1)[-1]
     return NodeDirectory(memory_root / f"dougong-{os.getuid()}-{run_id}" / f"{name}-{digest}")
+
+
+def forget_memory(run_id: str, *, memory_root: Path) -> None:
+    """Give back what a finished run still holds in this host's shared memory, under whatever node's name."""
+    shutil.rmtree(memory_root / f"dougong-{os.getuid()}-{run_id}", ignore_errors=True)
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:

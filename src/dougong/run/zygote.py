@@ -25,6 +25,7 @@ def main() -> NoReturn:
     """Serve until stdin closes. In a forked child, run the worker instead."""
     # a Ctrl-C at the terminal is for the launcher, which asks the workers to save
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _say(Preloaded(has_torch=_preload()))
     gc.freeze()
     request = _serve()
@@ -92,6 +93,7 @@ def _become_worker(request: ForkRequest) -> None:
     """Leave nothing of the zygote in the child: its pipes, signals and random numbers."""
     os.setsid()  # as under torchrun: a group of its own, by which all that it starts can be ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDONLY)
     log = os.open(request.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(null, 0)

@@ -76,7 +76,8 @@ class LocalNodes:
                     process.kill(pid)
 
     def _kill_all(self, component: str) -> None:
-        # a process may fork while it is being killed, so go on until none is left; one in an endless disk wait never dies
+        # a process may fork while it is being killed, so go on until none is left;
+        # one in an endless disk wait never dies, so not for ever
         deadline_s = time.monotonic() + _KILL_S
         while (pids := self._pids(component)) and time.monotonic() < deadline_s:
             for pid in pids:
