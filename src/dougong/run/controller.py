@@ -743,7 +743,9 @@ class Controller:
         except (StoreWriteFailed, OSError) as error:
             if not self._is_store_failing:
                 self._is_store_failing = True
-                sys.stderr.write(f"events and samples cannot be written, trying again every second: {error}\n")
+                with contextlib.suppress(OSError):  # the log lies on the same disk
+                    sys.stderr.write(f"events and samples cannot be written, trying again every second: {error}\n")
+                    sys.stderr.flush()
                 self._record(kinds.WarningRaised(component="events", text=f"they could not be written: {error}"))
             self._store_retry_s = self._now_s() + _STORE_RETRY_S
         else:
