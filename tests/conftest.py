@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "desk")
 # Set by launchers and schedulers: a test that runs inside one of their jobs must not believe it is a rank of it.
 LAUNCHER_PREFIXES = ("DOUGONG_", "SLURM_", "TORCHELASTIC_")
 LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+# A shell ignores Ctrl-C for what it starts in the background, and its children inherit that; here it must work.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

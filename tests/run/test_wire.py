@@ -59,12 +59,12 @@ def test_both_sides_prove_the_token_and_speak() -> None:
 
     async def ask(port: int) -> Any:
         connection = await connect(port)
-        connection.send(Launched(generation=3, is_warm=True))
+        connection.send(Launched(generation=3))
         heard = await connection.receive_for_agent()
         connection.close()
         return heard
 
-    assert with_controller(serve, ask) == (Welcome(generation=7), Launched(generation=3, is_warm=True))
+    assert with_controller(serve, ask) == (Welcome(generation=7), Launched(generation=3))
 
 
 @pytest.mark.parametrize("wrong", [b"u" * 32, b"", b"t" * 31])

@@ -145,7 +145,6 @@ class Agent:
             component=self._component,
             pid=os.getpid(),
             address=own_host,
-            num_slots=self._settings.procs_per_node,
             free_port=free_port(_listen_host(self._settings)),
             workers=tuple(worker.worker for worker in self._workers.values()),
             snapshots=snapshots_in(self._node, is_verified=False),
@@ -200,7 +199,6 @@ class Agent:
             return
         self._generation = launch.generation
         self._told = [message for message in self._told if not _is_of_generation_before(message, launch.generation)]
-        is_warm = self._zygote.is_warm
         await self._end([worker for worker in self._workers.values() if worker.worker.generation < launch.generation])
         try:
             for rank, local_rank in launch.ranks:
@@ -209,7 +207,7 @@ class Agent:
             self._tell(wire.LaunchFailed(generation=launch.generation, reason=str(error)))
             return
         self._write_workers()
-        self._tell(wire.Launched(generation=launch.generation, is_warm=is_warm))
+        self._tell(wire.Launched(generation=launch.generation))
 
     async def _start_worker(self, launch: wire.Launch, rank: int, local_rank: int) -> None:
         for box in (self._node.outbox(rank), self._node.inbox(rank)):
@@ -287,7 +285,6 @@ class Agent:
         return wire.Status(
             ranks=tuple(self._rank_status(worker, now_s) for worker in self._workers.values()),
             snapshots=snapshots_in(self._node, is_verified=False),
-            is_standby_ready=self._zygote.is_warm,
         )
 
     def _rank_status(self, worker: _Worker, now_s: float) -> wire.RankStatus:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -21,7 +21,6 @@ from dougong.event import kinds
 from dougong.event.log import EventLog
 from dougong.run import decide as rules
 from dougong.run import letters, wire
-from dougong.run.agent import Address
 from dougong.run.announcements import Announcements
 from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_good
 from dougong.run.hang import Finding, find_hang
@@ -122,12 +121,11 @@ class Controller:
         )
         self._desk = CheckpointDesk(settings, clock=clock)
 
-    async def run(self, *, on_listening: Callable[[Address], None] = lambda _: None) -> str:
+    async def run(self) -> str:
         """Serve agents and decide until the job ends."""
         self._begin()
         address = await self._reception.open(self._settings)
         write_atomically(self._run.address, msgspec.json.encode(address), mode=0o600)
-        on_listening(address)
         try:
             while self._status != "ended":
                 await self._step()

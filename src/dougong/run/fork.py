@@ -15,12 +15,6 @@ class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     log_path: str
 
 
-class Preloaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The imports are done; forks are fast from now on."""
-
-    has_torch: bool
-
-
 class Forked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request: int
     pid: int
@@ -34,4 +28,4 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     signal: int | None
 
 
-ZygoteMessage = Preloaded | Forked | Exited
+ZygoteMessage = Forked | Exited

@@ -81,7 +81,6 @@ class Hello(ToController, frozen=True, kw_only=True):
     component: str
     pid: int
     address: str
-    num_slots: int
     free_port: int
     """A port on the node that was free a moment ago, for the store of rank 0."""
     workers: tuple[RunningWorker, ...]
@@ -94,7 +93,6 @@ class Status(ToController, frozen=True, kw_only=True):
 
     ranks: tuple[RankStatus, ...]
     snapshots: tuple[SnapshotStatus, ...]
-    is_standby_ready: bool
 
 
 class Steps(ToController, frozen=True, kw_only=True):
@@ -126,7 +124,6 @@ class Launched(ToController, frozen=True, kw_only=True):
     """The node's ranks of this generation have been started."""
 
     generation: int
-    is_warm: bool
 
 
 class LaunchFailed(ToController, frozen=True, kw_only=True):

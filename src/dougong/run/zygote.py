@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import msgspec
 
-from dougong.run.fork import Exited, Forked, ForkRequest, Preloaded, ZygoteMessage
+from dougong.run.fork import Exited, Forked, ForkRequest, ZygoteMessage
 
 
 def main() -> NoReturn:
@@ -26,7 +26,7 @@ def main() -> NoReturn:
     # a Ctrl-C at the terminal is for the launcher, which asks the workers to save
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _say(Preloaded(has_torch=_preload()))
+    _preload()
     gc.freeze()
     request = _serve()
     if request is None:
@@ -36,7 +36,7 @@ def main() -> NoReturn:
     sys.exit(run_worker(request))
 
 
-def _preload() -> bool:
+def _preload() -> None:
     """Import what nearly every training script imports. A missing or broken torch is the script's business."""
     import dougong.run.worker
 
@@ -48,12 +48,11 @@ def _preload() -> bool:
         import torch._dynamo
         import torch.distributed
     except ImportError:
-        return False
+        return
     import dougong.run.attach
     import dougong.run.state
 
     assert torch._dynamo and torch.distributed and dougong.run.attach and dougong.run.state
-    return True
 
 
 def _serve() -> ForkRequest | None:

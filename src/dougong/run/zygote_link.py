@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dougong.run.fork import Exited, Forked, ForkRequest, Preloaded, ZygoteMessage
+from dougong.run.fork import Exited, Forked, ForkRequest, ZygoteMessage
 from dougong.run.settings import RunSettings
 
 _RESTART_S = 0.2
@@ -32,12 +32,9 @@ class ZygoteLink:
         self._exits: dict[int, tuple[int | None, int | None]] = {}
         self._num_requests = 0
         self._is_closed = False
-        self.is_warm = False
-        """Its imports are done: a fork takes milliseconds."""
 
     async def start(self) -> None:
         """Start a zygote; it imports what training scripts import."""
-        self.is_warm = False
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -98,8 +95,6 @@ class ZygoteLink:
         while line := await zygote.stdout.readline():
             message = msgspec.json.decode(line, type=ZygoteMessage)
             match message:
-                case Preloaded():
-                    self.is_warm = True
                 case Forked():
                     if not (future := self._requests.pop(message.request)).done():
                         future.set_result(message.pid)
