@@ -18,7 +18,7 @@ from dougong.telemetry.embedded import read as read_samples
 
 SMALL = Path(__file__).parent / "scripts" / "small.py"
 PLAIN = Path(__file__).parent / "scripts" / "plain.py"
-TIMEOUT_S = 90.0
+TIMEOUT_S = 180.0
 
 
 class Finished:

@@ -35,6 +35,7 @@ from dougong.run.zygote_link import ZygoteLink
 _TICK_S = 0.02
 _STATUS_S = 0.2
 _READING_S = 0.25
+_AWAY_S = 1.0
 _ORPHAN_S = 30.0
 _RECONNECT_S = 0.2
 _LOG_TAIL_BYTES = 4096
@@ -271,8 +272,12 @@ class Agent:
         while True:
             now_s = self._now_s()
             if now_s - last_reading_s >= _READING_S:
+                # an agent that was itself stopped, or its whole host, cannot tell what the workers did meanwhile
+                was_away = now_s - last_reading_s > _AWAY_S
                 last_reading_s = now_s
                 for worker in self._workers.values():
+                    if was_away:
+                        worker.activity = None
                     worker.activity = advance(worker.activity, process.read(worker.worker.pid), now_s=now_s)
             self._forward_letters()
             self._forward_steps()

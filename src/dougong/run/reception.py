@@ -13,6 +13,7 @@ from dougong.run.node_session import NodeSession
 from dougong.run.settings import RunSettings
 
 _SILENT_S = 5.0
+_AWAY_S = 1.0
 
 
 class Reception:
@@ -40,6 +41,7 @@ class Reception:
         self._on_message = on_message
         self._on_gone = on_gone
         self._server: asyncio.Server | None = None
+        self._looked_s = self._now_s()
         self._farewell: wire.Dismiss | None = None
         self._dismissed: set[str] = set()
 
@@ -79,6 +81,12 @@ class Reception:
 
         Returns the components dropped.
         """
+        now_s = self._now_s()
+        if now_s - self._looked_s > _AWAY_S:
+            # the controller itself was stopped, or its host: what was said meanwhile is still to be read
+            for session in self._sessions.values():
+                session.heard_s = now_s
+        self._looked_s = now_s
         dropped: list[str] = []
         for session in self._sessions.values():
             if session.connection is not None and self._now_s() - session.heard_s > _SILENT_S:
