@@ -92,7 +92,7 @@ class GenerationStarted(Event, frozen=True, kw_only=True):
 
     generation: int
     placement: tuple[Placed, ...]
-    rung: Literal["first", "in-process", "standby", "cold", "replaced-node"]
+    rung: Literal["first", "in-process", "standby", "cold", "replaced-node", "resized"]
     reason: str
 
 
@@ -101,7 +101,7 @@ class StateRestored(Event, frozen=True, kw_only=True):
 
     generation: int
     step: int
-    source: Literal["none", "memory", "durable"]
+    source: Literal["none", "memory", "peer", "durable"]
     reload_s: float
     reason: str
 
@@ -190,9 +190,9 @@ class RecoveryDecided(Event, frozen=True, kw_only=True):
     """What will be done about a loss, and why."""
 
     generation: int
-    rung: Literal["in-process", "standby", "cold", "replaced-node"]
+    rung: Literal["in-process", "standby", "cold", "replaced-node", "resized"]
     restore_step: int
-    restore_source: Literal["none", "memory", "durable", "script"]
+    restore_source: Literal["none", "memory", "peer", "durable", "script"]
     backoff_s: float
     reason: str
 

@@ -369,7 +369,7 @@ class Job:
         match place.restore_source:
             case "none":
                 return None
-            case "memory":
+            case "memory" | "peer":  # a peer's copy was fetched into this node's memory before the start
                 assert self._files is not None
                 return read_tree(self._files.read(step=place.restore_step))
             case "durable":

@@ -16,7 +16,7 @@ from dougong.run.hang import Finding, FindingKind
 from dougong.run.settings import Policy
 from dougong.run.wire import Restore, SnapshotStatus
 
-Rung = Literal["first", "in-process", "standby", "cold", "replaced-node"]
+Rung = Literal["first", "in-process", "standby", "cold", "replaced-node", "resized"]
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,7 +47,7 @@ class Restored(Letter, frozen=True, kw_only=True):
     """The rank holds the state of `step`."""
 
     step: int
-    source: Literal["none", "memory", "durable"]
+    source: Literal["none", "memory", "peer", "durable"]
     reload_s: float
 
 

@@ -26,7 +26,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     local_rank: int
     world_size: int
-    restore_source: Literal["none", "memory", "durable"]
+    restore_source: Literal["none", "memory", "peer", "durable"]
     restore_step: int
     restore_directory: str
     memory_every_steps: int

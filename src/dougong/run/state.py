@@ -18,10 +18,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dougong.errors import UserError
+from dougong.run.extent import Extent
 from dougong.run.snapshot import SnapshotFiles
 from dougong.run.tree import Leaf, assemble, dismantle
 
 _ALIGN_BYTES = 64
+_PAGE_BYTES = 4096
+_LARGE_BYTES = 64 * 1024
+"""From this size on a leaf starts on a page, so that a writer can hand it to the disk as it lies (O_DIRECT)."""
 _LENGTH = struct.Struct("<Q")
 RANK_LOCAL = ("rng", "data", "progress")
 """Parts of the state that belong to one rank alone."""
@@ -36,6 +40,8 @@ class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
     offset_bytes: int
     num_bytes: int
     path: tuple[str | int, ...]
+    extent: Extent | None = None
+    """Its part in a tensor that all ranks share; None = it belongs to this rank alone."""
 
 
 class SnapshotTable(msgspec.Struct, frozen=True, array_like=True):
@@ -93,7 +99,7 @@ def write_snapshot(
     skeleton, leaves = dismantle(tree, is_leaf=_is_array)
     records, num_payload = _lay_out(leaves)
     head = msgspec.msgpack.encode(SnapshotTable(skeleton, records))
-    start = _aligned(_LENGTH.size + len(head))
+    start = _aligned(_LENGTH.size + len(head), to_bytes=_PAGE_BYTES)
     files.reserve(start + num_payload)
     index = files.next_index()
     files.void(index)
@@ -110,7 +116,7 @@ def read_table(buffer: memoryview) -> tuple[SnapshotTable, int]:
     """The table of a snapshot, and where its payload starts."""
     (length,) = _LENGTH.unpack_from(buffer, 0)
     table = msgspec.msgpack.decode(buffer[_LENGTH.size : _LENGTH.size + length], type=SnapshotTable)
-    return table, _aligned(_LENGTH.size + length)
+    return table, _aligned(_LENGTH.size + length, to_bytes=_PAGE_BYTES)
 
 
 def read_tree(buffer: memoryview) -> dict[str, Any]:
@@ -210,6 +216,8 @@ def _lay_out(leaves: tuple[Leaf, ...]) -> tuple[tuple[TensorRecord, ...], int]:
         num_bytes = value.numel() * value.element_size() if is_torch else value.nbytes
         dtype = str(value.dtype).removeprefix("torch.") if is_torch else value.dtype.str
         kind = "torch" if is_torch else "numpy"
+        if num_bytes >= _LARGE_BYTES:
+            offset = _aligned(offset, to_bytes=_PAGE_BYTES)
         records.append(TensorRecord(kind, dtype, tuple(value.shape), offset, num_bytes, leaf.path))
         offset = _aligned(offset + num_bytes)
     return tuple(records), offset
@@ -226,8 +234,8 @@ def _copy_in(buffer: memoryview, start: int, value: Any, record: TensorRecord) -
     target.copy_(value.detach())
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+def _aligned(num_bytes: int, *, to_bytes: int = _ALIGN_BYTES) -> int:
+    return -(-num_bytes // to_bytes) * to_bytes
 
 
 assert sys.byteorder == "little", "snapshots are little-endian"

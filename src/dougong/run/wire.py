@@ -160,7 +160,7 @@ class ToAgent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Restore(msgspec.Struct, frozen=True, kw_only=True):
     """From where the ranks take their state."""
 
-    source: Literal["none", "memory", "durable"]
+    source: Literal["none", "memory", "peer", "durable"]
     step: int = 0
     directory: str = ""
     reason: str = ""
