@@ -72,6 +72,11 @@ def _sentence(event: kinds.AnyEvent | kinds.Unknown) -> str:
             return f"webhook {answer}{_colon(event.detail)}"
         case kinds.WarningRaised():
             return f"warning: {event.text}"
+        case kinds.SaveRhythmChosen():
+            memory, durable = event.memory_every_steps, event.durable_every_steps
+            return (
+                f"saved every {memory} steps, durably every {durable}, from step {event.from_step} on: {event.reason}"
+            )
         case kinds.Unknown():
             return f"a kind this version does not know: {event.fields_json}"
         case _:

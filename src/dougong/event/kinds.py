@@ -284,6 +284,17 @@ class WarningRaised(Event, frozen=True, kw_only=True):
     text: str
 
 
+class SaveRhythmChosen(Event, frozen=True, kw_only=True):
+    """From step `from_step` on the ranks save after every so many steps. `mtbf_s` is what is believed of the job."""
+
+    generation: int
+    from_step: int
+    memory_every_steps: int
+    durable_every_steps: int
+    mtbf_s: float
+    reason: str
+
+
 AnyEvent = (
     JobCreated
     | JobStarted
@@ -310,6 +321,7 @@ AnyEvent = (
     | ControllerStarted
     | WebhookSent
     | WarningRaised
+    | SaveRhythmChosen
 )
 
 

@@ -25,7 +25,7 @@ from dougong.run import wire
 from dougong.run.activity import ActivityState, advance
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
 from dougong.run.letters import post, read_from_worker, unread
-from dougong.run.page import Page, StepRecord
+from dougong.run.page import Page, SaveOrder, StepRecord
 from dougong.run.place import place_of, torchrun_variables, worker_variables
 from dougong.run.settings import RunSettings
 from dougong.run.snapshot import SnapshotFiles
@@ -171,6 +171,10 @@ class Agent:
             case wire.StopAt():
                 for worker in self._workers.values():
                     worker.page.stop_at_step = message.step
+            case wire.SaveEvery():
+                order = SaveOrder(message.from_step, message.memory_every_steps, message.durable_every_steps)
+                for worker in self._workers.values():
+                    worker.page.save_order = order
             case wire.Deliver():
                 post(self._node.inbox(message.rank), message.letter)
             case wire.Dismiss():

@@ -38,7 +38,7 @@ from dougong.run.letters import (
     from_agent,
     post,
 )
-from dougong.run.page import Page, Phase, StepRecord
+from dougong.run.page import Page, Phase, SaveTimes, StepRecord
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
 from dougong.run.snapshot import SnapshotFiles
@@ -118,6 +118,9 @@ class Job:
                     mend="give the other objects to the first attach(), as further keyword arguments",
                 )
             self._page.mark_attached()
+            self._save_times = SaveTimes(
+                memory_every_steps=self._place.memory_every_steps, durable_every_steps=self._place.durable_every_steps
+            )
             _leave_sigterm_to_the_launcher()
             self._files = SnapshotFiles(self._place.node.snapshot(self._place.rank))
             self._persister = Persister(self._place, self._files)
@@ -256,6 +259,8 @@ class Job:
             self._place, generation=letter.generation, restore_source="memory", restore_step=letter.restore_step
         )
         self._persister.move_to(self._place)
+        if self._page is not None:
+            self._save_times.take(self._page.save_order, step=None)
         for part in self._parts.values():
             if hasattr(part, "zero_grad"):
                 part.zero_grad(set_to_none=True)  # half a backward pass may lie there
@@ -269,8 +274,9 @@ class Job:
         if place is None or page is None:
             return
         wants_stop = bool(page.stop_at_step) and self._step >= page.stop_at_step
-        is_durable = wants_stop or self._step % place.durable_every_steps == 0
-        if is_durable or self._step % place.memory_every_steps == 0:
+        self._save_times.take(page.save_order, step=self._step)
+        is_durable = wants_stop or self._save_times.is_durable(self._step)
+        if is_durable or self._save_times.is_due(self._step):
             self._save(is_durable=is_durable)
         if wants_stop:
             self._leave_resumable()

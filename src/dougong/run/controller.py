@@ -31,6 +31,7 @@ from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_of
 from dougong.run.page import StepRecord
 from dougong.run.progress import JobProgress
 from dougong.run.reception import Reception
+from dougong.run.save_desk import SaveDesk
 from dougong.run.settings import RunSettings
 from dougong.run.stacks import name_culprit
 from dougong.run.webhook import send_webhook
@@ -120,6 +121,7 @@ class Controller:
             on_gone=self._disconnected,
         )
         self._desk = CheckpointDesk(settings, clock=clock)
+        self._saves = SaveDesk(settings, history, now_s=now_s)
 
     async def run(self) -> str:
         """Serve agents and decide until the job ends."""
@@ -186,6 +188,7 @@ class Controller:
     async def _step(self) -> None:
         self._write_ranges(is_forced=False)
         self._note_memory_checkpoints()
+        self._see_to_rhythm()
         self._see_to_stop()
         for component in self._reception.drop_silent():
             self._spawn(self._end_agent(component))
@@ -464,6 +467,17 @@ class Controller:
                 self._samples.flush()
         self._record_all(ranges)
 
+    def _see_to_rhythm(self) -> None:
+        """Save more or less often from a step on that no rank has reached."""
+        self._saves.note_steps(self._progress.take_steps())
+        if self._status != "running" or self._losses or not self._is_attached or self._stop_since_s is not None:
+            return
+        advice = self._saves.advise(now_s=self._now_s(), generation=self._generation, highest_step=self._highest_step())
+        if advice is not None:
+            order, event = advice
+            self._broadcast(order)
+            self._record(event)
+
     async def _see_to_checkpoint(
         self, letter: letters.ShardWritten | letters.ShardFailed | letters.MetadataWritten
     ) -> None:
@@ -474,6 +488,7 @@ class Controller:
             self._record(kinds.WarningRaised(component="checkpoints", text=f"step {letter.step}: {error}"))
             return
         self._record_all(outcome.events)
+        self._saves.note_saved(outcome.events)
         if self._generation == generation:
             self._deliver(outcome)
         self._wake.set()
@@ -581,6 +596,7 @@ class Controller:
             evidence=evidence,
         )
         self._record(event)
+        self._saves.note_loss()
         self._num_fruitless += 1
         self._become("tearing-down")
         self._killed.clear()
@@ -649,6 +665,7 @@ class Controller:
         self._announcements.begin_generation(world_size=len(decision.placement), reason=decision.reason)
         self._desk.begin_generation(self._generation, world_size=len(decision.placement))
         self._progress.begin_generation(self._generation, world_size=len(decision.placement))
+        self._saves.begin_generation(self._restore.source)
         self._record(
             kinds.GenerationStarted(
                 generation=self._generation,
@@ -674,6 +691,8 @@ class Controller:
                     master_address=head.address,
                     master_port=self._settings.master_port or head.free_port,
                     restore=self._restore,
+                    memory_every_steps=self._saves.rhythm.memory_every_steps,
+                    durable_every_steps=self._saves.rhythm.durable_every_steps,
                 )
             )
 

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from dougong.run.layout import NodeDirectory, RunDirectory
+from dougong.run.save_rhythm import first_rhythm
 from dougong.run.settings import RunSettings
 from dougong.run.wire import Launch
 
@@ -75,8 +76,8 @@ def place_of(
         restore_source=launch.restore.source,
         restore_step=launch.restore.step,
         restore_directory=launch.restore.directory,
-        memory_every_steps=settings.save.memory_every_steps,
-        durable_every_steps=settings.save.durable_every_steps,
+        memory_every_steps=launch.memory_every_steps or first_rhythm(settings.save).memory_every_steps,
+        durable_every_steps=launch.durable_every_steps or first_rhythm(settings.save).durable_every_steps,
         commit_timeout_s=settings.save.commit_timeout_s,
         wants_peak=launch.generation == 1 and settings.peak_flop_per_s is None,
         is_chaos=settings.is_chaos,

@@ -184,6 +184,9 @@ class Launch(ToAgent, frozen=True, kw_only=True):
     master_address: str
     master_port: int
     restore: Restore
+    memory_every_steps: int = 0
+    durable_every_steps: int = 0
+    """The rhythm of saving that holds now; 0 = as the settings say."""
 
 
 class Kill(ToAgent, frozen=True, kw_only=True):
@@ -203,6 +206,14 @@ class StopAt(ToAgent, frozen=True, kw_only=True):
     step: int
 
 
+class SaveEvery(ToAgent, frozen=True, kw_only=True):
+    """All ranks save in this rhythm for the steps from `from_step` on, which none of them has reached."""
+
+    from_step: int
+    memory_every_steps: int
+    durable_every_steps: int
+
+
 class Deliver(ToAgent, frozen=True, kw_only=True):
     """A letter for a worker."""
 
@@ -216,7 +227,7 @@ class Dismiss(ToAgent, frozen=True, kw_only=True):
     is_memory_kept: bool
 
 
-ControllerMessage = Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | Dismiss
+ControllerMessage = Welcome | Launch | Kill | TakeStacks | StopAt | SaveEvery | Deliver | Dismiss
 
 
 class Connection:

@@ -32,6 +32,7 @@ from dougong.event.kinds import (
     PeakDescribed,
     Recorded,
     RecoveryDecided,
+    SaveRhythmChosen,
     StateRestored,
     StepFinished,
     Unknown,
@@ -144,6 +145,7 @@ class JobFold:
                 | ControllerStarted()
                 | WebhookSent()
                 | WarningRaised()
+                | SaveRhythmChosen()
             ):
                 pass
             case _:
