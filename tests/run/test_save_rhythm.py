@@ -106,7 +106,7 @@ def test_the_prior_is_what_the_user_knows_or_what_published_clusters_have() -> N
 def training(
     num_steps: int, *, memory: tuple[int, float], durable: tuple[int, float, int], seed: int = 1
 ) -> tuple[JobStep, ...]:
-    """Steps of 100 ms with noise, now and then a pause. `memory`: (every, stall). `durable`: (every, slow-down, steps)."""
+    """Steps of 100 ms, noise, pauses now and then. `memory`: (every, stall); `durable`: (every, slow-down, steps)."""
     chance = random.Random(seed)
     slow = 0
     steps: list[JobStep] = []

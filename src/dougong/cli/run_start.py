@@ -19,7 +19,7 @@ from dougong.backend.device import FoundAccelerator
 from dougong.backend.nvml import NvmlProbe
 from dougong.cli.controller import local_nodes
 from dougong.cli.launch import Launcher, View, point_latest, wait_for_orphan
-from dougong.cli.run_options import RunOptions, Shape, membership, shape
+from dougong.cli.run_options import RunOptions, Shape, membership, mtbf_s, shape
 from dougong.clock import SystemClock
 from dougong.errors import DougongError, MissingExtra, UserError
 from dougong.event import store
@@ -144,6 +144,7 @@ def settings_for(
             memory_every_steps=options.memory_every,
             durable_every_steps=options.durable_every,
             keep_durable=options.keep,
+            mtbf_s=mtbf_s(options),
         ),
         checkpoint_url=_checkpoint_url(options, run),
         memory_root=str(_memory_root(run)),

@@ -30,6 +30,7 @@ from dougong.run.place import place_of, torchrun_variables, worker_variables
 from dougong.run.settings import RunSettings
 from dougong.run.snapshot import SnapshotFiles
 from dougong.run.stacks import take_stack
+from dougong.run.status_rhythm import fleet_rhythm, is_news
 from dougong.run.zygote_link import ZygoteLink
 
 _TICK_S = 0.02
@@ -90,6 +91,8 @@ class Agent:
         self._is_dismissed = False
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._told_ranks: tuple[wire.RankStatus, ...] = ()
+        self._told_on: wire.Connection | None = None
         self._last_contact_s = clock.monotonic_ns() / 1e9
 
     async def run(self) -> None:
@@ -272,7 +275,8 @@ class Agent:
     # --- watching ---
 
     async def _watch(self) -> None:
-        last_status_s = last_reading_s = 0.0
+        last_status_s = last_reading_s = looked_s = 0.0
+        rhythm = fleet_rhythm(len(self._settings.nodes) + len(self._settings.spares))
         while True:
             now_s = self._now_s()
             if now_s - last_reading_s >= _READING_S:
@@ -285,16 +289,15 @@ class Agent:
                     worker.activity = advance(worker.activity, process.read(worker.worker.pid), now_s=now_s)
             self._forward_letters()
             self._forward_steps()
-            if self._connection is not None and now_s - last_status_s >= _STATUS_S:
-                last_status_s = now_s
-                self._tell(self._status(now_s), is_kept=False)
+            if self._connection is not None and now_s - looked_s >= _STATUS_S:
+                looked_s = now_s
+                ranks = tuple(self._rank_status(worker, now_s) for worker in self._workers.values())
+                is_due = self._connection is not self._told_on or now_s - last_status_s >= rhythm.status_s
+                if is_due or is_news(self._told_ranks, ranks):
+                    last_status_s, self._told_ranks, self._told_on = now_s, ranks, self._connection
+                    status = wire.Status(ranks=ranks, snapshots=snapshots_in(self._node, is_verified=False))
+                    self._tell(status, is_kept=False)
             await asyncio.sleep(_TICK_S)
-
-    def _status(self, now_s: float) -> wire.Status:
-        return wire.Status(
-            ranks=tuple(self._rank_status(worker, now_s) for worker in self._workers.values()),
-            snapshots=snapshots_in(self._node, is_verified=False),
-        )
 
     def _rank_status(self, worker: _Worker, now_s: float) -> wire.RankStatus:
         state = worker.activity
@@ -328,12 +331,15 @@ class Agent:
         if self._connection is None:
             return
         offset_ns = self._clock.wall_ns() - self._clock.monotonic_ns()
+        parts: list[wire.Steps] = []
         for worker in self._workers.values():
             records, worker.num_drained = worker.page.drain(seen=worker.num_drained)
             if records:
                 on_wall = tuple(_shifted(record, offset_ns) for record in records)
                 running = worker.worker
-                self._tell(wire.Steps(rank=running.rank, generation=running.generation, records=on_wall), is_kept=False)
+                parts.append(wire.Steps(rank=running.rank, generation=running.generation, records=on_wall))
+        if parts:
+            self._tell(parts[0] if len(parts) == 1 else wire.StepsOfNode(parts=tuple(parts)), is_kept=False)
 
     def _keep_last_steps(self, worker: _Worker) -> None:
         """All that is in the ring of a worker that ended: no controller may be there to hear it now."""

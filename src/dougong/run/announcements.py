@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from dougong.event.kinds import AnyEvent, CheckpointSaved, ModelDescribed, PeakDescribed, StateRestored
 from dougong.run import letters, wire
 from dougong.run.history import JobHistory
+from dougong.run.progress import range_s
 from dougong.run.settings import RunSettings
-
-_MEMORY_EVENT_S = 1.0
 
 
 class Announcements:
@@ -83,7 +82,7 @@ class Announcements:
         self, snapshots: Iterable[wire.SnapshotStatus], *, generation: int, stall_s: float, now_s: float
     ) -> tuple[AnyEvent, ...]:
         """The newest step that all ranks hold in memory, at most once a second."""
-        if now_s - self._last_memory_s < _MEMORY_EVENT_S:
+        if now_s - self._last_memory_s < range_s(self._world_size):
             return ()
         held: dict[int, list[wire.SnapshotStatus]] = {}
         for snapshot in snapshots:

@@ -27,18 +27,19 @@ from dougong.run.hang import Finding, find_hang
 from dougong.run.history import JobHistory
 from dougong.run.layout import RunDirectory, write_atomically
 from dougong.run.losses import loss_of_end, loss_of_error
-from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_of
+from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_by_node, ranks_of
 from dougong.run.page import StepRecord
 from dougong.run.progress import JobProgress
 from dougong.run.reception import Reception
 from dougong.run.save_desk import SaveDesk
 from dougong.run.settings import RunSettings
 from dougong.run.stacks import name_culprit
+from dougong.run.status_rhythm import fleet_rhythm, grown
+from dougong.run.vigil import Vigil
 from dougong.run.webhook import send_webhook
 from dougong.telemetry.samples import SampleSink
 
-_TICK_S = 0.02
-_STALE_STATUS_S = 2.0
+_MAX_DECISIONS = 8
 _STACKS_S = 3.0
 _STOP_S = 90.0
 _SIGTERM_GRACE_S = 10.0
@@ -79,6 +80,8 @@ class Controller:
         lost = frozenset[str]() if is_resume else history.lost_nodes
         names = (*settings.nodes, *settings.spares)
         self._nodes = {name: NodeSession(name, is_lost=name in lost, now_s=now_s) for name in names}
+        self._rhythm = fleet_rhythm(len(names))
+        self._vigil = Vigil(settings.hang)
         self._status: Status = "gathering"
         self._status_since_s = now_s
         self._generation = history.generation
@@ -133,8 +136,12 @@ class Controller:
                 await self._step()
                 if self._failure is not None:
                     raise self._failure
+                looked_s = self._now_s()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), _TICK_S)
+                    await asyncio.wait_for(self._wake.wait(), self._rhythm.look_s)
+                # thousands of nodes answer one by one: what they say is looked at together
+                if (rest_s := looked_s + self._rhythm.look_gap_s - self._now_s()) > 0:
+                    await asyncio.sleep(rest_s)
                 self._wake.clear()
         finally:
             self._reception.close()
@@ -194,9 +201,11 @@ class Controller:
             self._spawn(self._end_agent(component))
         self._note_late_launch()
         self._see_to_lingering()
-        finding = self._find_hang()
-        decision = rules.decide(self._view(finding), self._settings.policy)
-        await self._apply(decision)
+        for _ in range(_MAX_DECISIONS):
+            decision = rules.decide(self._view(self._find_hang()), self._settings.policy)
+            await self._apply(decision)
+            if isinstance(decision, rules.Wait) or self._status == "ended":
+                break
         self._commit()
 
     async def _apply(self, decision: rules.Decision) -> None:
@@ -204,7 +213,8 @@ class Controller:
             case rules.Wait():
                 return
             case rules.RestartAgent():
-                await self._restart_agent(decision.component)
+                for component in (decision.component, *decision.others):
+                    await self._restart_agent(component)
             case rules.LoseNode():
                 self._lose_node(decision.component, decision.reason)
             case rules.Interrupt():
@@ -338,12 +348,17 @@ class Controller:
             case wire.Status():
                 node.status = message
                 node.status_s = self._now_s()
+                self._vigil.hear(node.component, message, generation=self._generation, now_s=node.status_s)
                 self._is_attached = self._is_attached or any(
                     rank.is_attached for rank in message.ranks if rank.generation == self._generation
                 )
                 return
             case wire.Steps():
                 self._hear_steps(message)
+                return
+            case wire.StepsOfNode():
+                for part in message.parts:
+                    self._hear_steps(part)
                 return
             case wire.Received():
                 self._hear_letter(node, message.letter)
@@ -470,6 +485,8 @@ class Controller:
     def _see_to_rhythm(self) -> None:
         """Save more or less often from a step on that no rank has reached."""
         self._saves.note_steps(self._progress.take_steps())
+        if not self._saves.is_due(now_s=self._now_s()):
+            return
         if self._status != "running" or self._losses or not self._is_attached or self._stop_since_s is not None:
             return
         advice = self._saves.advise(now_s=self._now_s(), generation=self._generation, highest_step=self._highest_step())
@@ -500,7 +517,7 @@ class Controller:
                 self._send_to_rank(0, wire.Deliver(rank=0, letter=outcome.letter))
             case letters.DropCheckpoint():
                 for placed in self._placement:
-                    self._send_to_rank(placed.rank, wire.Deliver(rank=placed.rank, letter=outcome.letter))
+                    self._nodes[placed.component].send(wire.Deliver(rank=placed.rank, letter=outcome.letter))
             case None:
                 return
 
@@ -524,9 +541,10 @@ class Controller:
 
         Only its end tells how it ended, so before that a rank is finished only by this.
         """
-        for node in self._nodes.values():
+        lingering = self._said_done - self._finished
+        for node in self._nodes.values() if lingering else ():
             for rank in node.status.ranks if node.status is not None else ():
-                if rank.generation != self._generation or rank.rank not in self._said_done - self._finished:
+                if rank.generation != self._generation or rank.rank not in lingering:
                     continue
                 if min(rank.idle_s, rank.quiet_s) > self._settings.hang.outside_step_s:
                     self._finished.add(rank.rank)
@@ -537,12 +555,17 @@ class Controller:
         if self._status != "running" or self._losses:
             return None
         now_s = self._now_s()
+        if not self._vigil.is_worth_a_look(now_s=now_s):
+            return None
         statuses: list[wire.RankStatus] = []
-        for component in {placed.component for placed in self._placement}:
+        for component in ranks_by_node(self._placement):
             node = self._nodes[component]
-            if node.status is None or now_s - node.status_s > _STALE_STATUS_S:
+            age_s = now_s - node.status_s
+            if node.status is None or age_s > self._rhythm.stale_s:
                 return None
-            statuses.extend(rank for rank in node.status.ranks if rank.generation == self._generation)
+            statuses.extend(
+                grown(rank, age_s=age_s) for rank in node.status.ranks if rank.generation == self._generation
+            )
         if len(statuses) < len(self._placement) - len(self._finished):
             return None
         return find_hang(statuses, learnt=self._progress.learnt(), rule=self._settings.hang)
@@ -662,6 +685,7 @@ class Controller:
         self._stopped.clear()
         self._launched.clear()
         self._is_resumed = self._generation == 1
+        self._vigil.begin_generation(num_ranks=len(decision.placement))
         self._announcements.begin_generation(world_size=len(decision.placement), reason=decision.reason)
         self._desk.begin_generation(self._generation, world_size=len(decision.placement))
         self._progress.begin_generation(self._generation, world_size=len(decision.placement))
@@ -676,10 +700,9 @@ class Controller:
         )
         self._commit()
         self._become("running")
-        components = list(dict.fromkeys(placed.component for placed in decision.placement))
-        head = self._nodes[components[0]]
-        for index, component in enumerate(components):
-            ranks = tuple((p.rank, p.local_rank) for p in decision.placement if p.component == component)
+        by_node = ranks_by_node(decision.placement)
+        head = self._nodes[next(iter(by_node))]
+        for index, (component, ranks) in enumerate(by_node.items()):
             self._nodes[component].send(
                 wire.Launch(
                     generation=self._generation,
@@ -687,7 +710,7 @@ class Controller:
                     ranks=ranks,
                     world_size=len(decision.placement),
                     node_rank=index,
-                    num_nodes=len(components),
+                    num_nodes=len(by_node),
                     master_address=head.address,
                     master_port=self._settings.master_port or head.free_port,
                     restore=self._restore,

@@ -82,6 +82,8 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class RestartAgent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     component: str
     reason: str
+    others: tuple[str, ...] = ()
+    """Further nodes of which the same holds."""
 
 
 class LoseNode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -121,6 +123,7 @@ class GiveUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 Decision = Wait | RestartAgent | LoseNode | Interrupt | Place | Finish | Stop | GiveUp
 
 _SETTLE_S = 0.25
+_NUM_SHOWN = 3
 _CAUSE_CLASS: dict[FindingKind, CauseClass] = {"stopped": "stopped", "hang": "hang", "unwound": "network"}
 
 
@@ -156,16 +159,18 @@ def choose_placement(view: JobView) -> tuple[Placed, ...] | None:
 
     A node takes part with all its `procs_per_node` ranks or with none.
     """
-    usable = [node.component for node in view.nodes if node.is_connected and node.is_ready and not node.is_lost]
+    free = {node.component: None for node in view.nodes if node.is_connected and node.is_ready and not node.is_lost}
     current: dict[int, str] = {placed.rank // view.procs_per_node: placed.component for placed in view.placement}
-    kept = {index: component for index, component in current.items() if component in usable}
-    free = [component for component in usable if component not in kept.values()]
+    kept = {index: component for index, component in current.items() if component in free}
+    for component in kept.values():
+        del free[component]
     chosen: list[str] = []
     for index in range(view.num_nodes):
         if index in kept:
             chosen.append(kept[index])
         elif free:
-            chosen.append(free.pop(0))
+            chosen.append(next(iter(free)))
+            del free[chosen[-1]]
         else:
             return None
     return tuple(
@@ -206,11 +211,10 @@ def choose_restore(
 def _about_nodes(view: JobView, policy: Policy) -> Decision | None:
     if view.status == "ended":
         return None
-    for node in view.nodes:
-        if node.is_lost or node.is_connected:
-            continue
-        if not node.is_agent_asked:
-            return RestartAgent(component=node.component, reason="its agent is not there")
+    away = [node for node in view.nodes if not node.is_lost and not node.is_connected]
+    if unasked := [node.component for node in away if not node.is_agent_asked]:
+        return RestartAgent(component=unasked[0], others=tuple(unasked[1:]), reason="its agent is not there")
+    for node in away:
         if node.silent_s > (policy.node_grace_s if node.was_connected else policy.join_s):
             return LoseNode(component=node.component, reason=f"no agent answers since {node.silent_s:.1f} s")
     return None
@@ -238,16 +242,13 @@ def _while_running(view: JobView) -> Decision:
 
 
 def _while_tearing_down(view: JobView, policy: Policy) -> Decision:
-    waiting = {
-        placed.component
-        for placed in view.placement
-        for node in view.nodes
-        if node.component == placed.component and not node.is_lost and placed.component not in view.killed_nodes
-    }
+    living = {node.component for node in view.nodes if not node.is_lost}
+    waiting = ({placed.component for placed in view.placement} & living).difference(view.killed_nodes)
     if waiting and view.teardown_s > policy.teardown_s:
         return LoseNode(component=min(waiting), reason=f"its workers did not die within {policy.teardown_s:g} s")
     if waiting:
-        return Wait(reason=f"workers are being ended on {', '.join(sorted(waiting))}")
+        shown = ", ".join(sorted(waiting)[:_NUM_SHOWN])
+        return Wait(reason=f"workers are being ended on {len(waiting)} nodes: {shown}")
     if view.is_stop_wanted:
         return Stop(reason="stop was asked for; a rank was lost meanwhile")
     if policy.max_restarts is not None and view.num_restarts >= policy.max_restarts:

@@ -11,8 +11,8 @@ from dougong.run import wire
 from dougong.run.agent import Address
 from dougong.run.node_session import NodeSession
 from dougong.run.settings import RunSettings
+from dougong.run.status_rhythm import fleet_rhythm
 
-_SILENT_S = 5.0
 _AWAY_S = 1.0
 
 
@@ -36,6 +36,8 @@ class Reception:
     ) -> None:
         self._sessions = sessions
         self._token = token
+        self._silent_s = fleet_rhythm(len(sessions)).silent_s
+        self._away_s = max(_AWAY_S, self._silent_s / 3)
         self._clock = clock
         self._on_hello = on_hello
         self._on_message = on_message
@@ -82,16 +84,16 @@ class Reception:
         Returns the components dropped.
         """
         now_s = self._now_s()
-        if now_s - self._looked_s > _AWAY_S:
+        if now_s - self._looked_s > self._away_s:
             # the controller itself was stopped, or its host: what was said meanwhile is still to be read
             for session in self._sessions.values():
                 session.heard_s = now_s
         self._looked_s = now_s
         dropped: list[str] = []
         for session in self._sessions.values():
-            if session.connection is not None and self._now_s() - session.heard_s > _SILENT_S:
+            if session.connection is not None and now_s - session.heard_s > self._silent_s:
                 session.connection.close()
-                self._lose(session, f"silent for {_SILENT_S:g} s")
+                self._lose(session, f"silent for {self._silent_s:g} s")
                 dropped.append(session.component)
         return tuple(dropped)
 

@@ -62,11 +62,15 @@ class SaveDesk:
             if isinstance(event, CheckpointSaved) and event.tier == "durable":
                 self._write_s = event.write_s
 
+    def is_due(self, *, now_s: float) -> bool:
+        """Is it time to ask for advice, and is there a choice?"""
+        return self._is_chosen and now_s - self._looked_s >= _LOOK_S and len(self._steps) >= _MANY_STEPS
+
     def advise(
         self, *, now_s: float, generation: int, highest_step: int
     ) -> tuple[wire.SaveEvery, SaveRhythmChosen] | None:
         """What to tell all agents and the log, if another rhythm is better by now."""
-        if not self._is_chosen or now_s - self._looked_s < _LOOK_S or len(self._steps) < _MANY_STEPS:
+        if not self.is_due(now_s=now_s):
             return None
         self._looked_s = now_s
         steps, before = tuple(self._steps), self.rhythm

@@ -103,6 +103,12 @@ class Steps(ToController, frozen=True, kw_only=True):
     records: tuple[StepRecord, ...]
 
 
+class StepsOfNode(ToController, frozen=True, kw_only=True):
+    """The same of several ranks of a node at once."""
+
+    parts: tuple[Steps, ...]
+
+
 class Received(ToController, frozen=True, kw_only=True):
     """A letter from a worker."""
 
@@ -147,7 +153,9 @@ class StacksTaken(ToController, frozen=True, kw_only=True):
     stacks: tuple[tuple[int, str], ...]
 
 
-AgentMessage = Hello | Status | Steps | Received | WorkerEnded | Launched | LaunchFailed | Killed | StacksTaken
+AgentMessage = (
+    Hello | Status | Steps | StepsOfNode | Received | WorkerEnded | Launched | LaunchFailed | Killed | StacksTaken
+)
 
 
 # --- controller -> agent ---
