@@ -563,9 +563,8 @@ class Controller:
             age_s = now_s - node.status_s
             if node.status is None or age_s > self._rhythm.stale_s:
                 return None
-            statuses.extend(
-                grown(rank, age_s=age_s) for rank in node.status.ranks if rank.generation == self._generation
-            )
+            ranks = [rank for rank in node.status.ranks if rank.generation == self._generation]
+            statuses.extend([grown(rank, age_s=age_s) for rank in ranks] if self._rhythm.is_large else ranks)
         if len(statuses) < len(self._placement) - len(self._finished):
             return None
         return find_hang(statuses, learnt=self._progress.learnt(), rule=self._settings.hang)

@@ -1,9 +1,9 @@
 """How often an agent tells how its ranks do, and what it tells at once: pure rules by the size of the fleet.
 
-A few agents speak five times a second. Thousands would drown the controller, and nearly all of it would say that nothing
-has changed. So a larger fleet speaks more rarely, and an agent tells out of turn what a decision may rest on: a rank
-that has stopped, is gone, has left its step, or has begun to be silent. So what a status says of these goes on holding until
-the next one, and its durations go on counting.
+A few agents speak five times a second. Thousands would drown the controller, and nearly all of it would say that
+nothing has changed. So a larger fleet speaks more rarely, and an agent tells out of turn what a decision may rest on: a
+rank that has stopped, is gone, has left its step, or has begun to be silent. So what a status says of these goes on
+holding until the next one, and its durations go on counting.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STALE_S = 2.0
 _LOOK_S = 0.02
 _LOOK_MAX_S = 0.5
 _NODES_A_LOOK_S = 2560
-_GAP_MIN_NODES = 64
+_FEW_NODES = 64
 SUSPICION_S = 1.0
 """A rank that shows neither progress nor activity for so long is news. Below the shortest patience of the hang rule."""
 
@@ -31,11 +31,11 @@ _AT_ONCE = (Phase.UNWOUND, Phase.STOPPED_CLEAN, Phase.DONE)
 
 
 class FleetRhythm(msgspec.Struct, frozen=True, kw_only=True):
-    """Times that follow from how many agents there are. Up to 64 of them it makes no difference.
+    """Times that follow from how many agents there are.
 
     `status_s`: an agent tells at least so often. `stale_s`: a status older than this is not judged by. `silent_s`: an
-    agent that said nothing for so long counts as gone. `look_s`: the controller decides at least so often; `look_gap_s`:
-    and not more often than this, however much it hears.
+    agent that said nothing for so long counts as gone. `look_s`: the controller decides at least so often, and not more
+    often than `look_gap_s`, however much it hears. `is_large`: a status is counted on between two.
     """
 
     status_s: float
@@ -43,6 +43,7 @@ class FleetRhythm(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float
     look_s: float
     look_gap_s: float
+    is_large: bool
 
 
 def fleet_rhythm(num_nodes: int) -> FleetRhythm:
@@ -54,7 +55,8 @@ def fleet_rhythm(num_nodes: int) -> FleetRhythm:
         stale_s=max(_STALE_S, 2 * status_s),
         silent_s=max(_SILENT_S, 3 * status_s),
         look_s=look_s,
-        look_gap_s=look_s / 2 if num_nodes > _GAP_MIN_NODES else 0.0,
+        look_gap_s=look_s / 2 if num_nodes > _FEW_NODES else 0.0,
+        is_large=num_nodes > _FEW_NODES,
     )
 
 
