@@ -73,6 +73,7 @@ class Agent:
         settings: RunSettings,
         token: bytes,
         clock: Clock,
+        link_of: type[ZygoteLink] = ZygoteLink,
     ) -> None:
         self._component = component
         self._run = run
@@ -84,7 +85,7 @@ class Agent:
         self._connection: wire.Connection | None = None
         self._told: list[wire.ToController] = []
         log_path = run.logs / f"zygote-{component.rsplit('/', 1)[-1]}.log"
-        self._zygote = ZygoteLink(settings, log_path=log_path, spawn=self._spawn)
+        self._zygote = link_of(settings, log_path=log_path, spawn=self._spawn)
         self._generation = 0
         self._killed_generation = 0
         self._launching = asyncio.Lock()
