@@ -29,7 +29,7 @@ from dougong.run.layout import RunDirectory, write_atomically
 from dougong.run.losses import loss_of_end, loss_of_error
 from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_by_node, ranks_of
 from dougong.run.page import StepRecord
-from dougong.run.progress import JobProgress
+from dougong.run.progress import JobProgress, is_sampled
 from dougong.run.reception import Reception
 from dougong.run.save_desk import SaveDesk
 from dougong.run.settings import RunSettings
@@ -65,6 +65,7 @@ class Controller:
         clock: Clock,
         history: JobHistory,
         is_resume: bool,
+        reception_of: type[Reception] = Reception,
     ) -> None:
         self._run = run
         self._settings = settings
@@ -115,7 +116,7 @@ class Controller:
         self._restore = wire.Restore(source="none")
         self._launched: set[str] = set()
         self._announcements = Announcements(settings, history)
-        self._reception = Reception(
+        self._reception = reception_of(
             self._nodes,
             token=token,
             clock=clock,
@@ -392,8 +393,9 @@ class Controller:
         before = self._progress.last_step
         before_max = self._progress.max_step
         fresh = self._progress.add(message.rank, message.records)
-        with contextlib.suppress(OSError):  # what a full disk does not take now is kept for the next flush
-            self._sample(message.rank, fresh)
+        if is_sampled(message.rank, world_size=len(self._placement)):
+            with contextlib.suppress(OSError):  # what a full disk does not take now is kept for the next flush
+                self._sample(message.rank, fresh)
         self._last_stall_s = max(
             (r.checkpoint_stall_ns / 1e9 for r in fresh if r.checkpoint_stall_ns), default=self._last_stall_s
         )

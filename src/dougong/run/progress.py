@@ -17,8 +17,8 @@ from dougong.run.page import StepRecord
 from dougong.run.save_rhythm import JobStep
 
 _RANGE_S = 1.0
-_RANGE_MAX_S = 30.0
-_RANKS_A_SECOND = 512
+_RANKS_A_SECOND = 256
+_NUM_SAMPLED = 1024
 _NUM_LEARNT = 512
 
 
@@ -115,12 +115,17 @@ class JobProgress:
 
 
 def range_s(world_size: int) -> float:
-    """The least span of a range: a second, and longer for thousands of ranks.
+    """The least span of a range: a second, and up to four for a thousand ranks and more.
 
     The samples of a range are flushed before its event, which takes a file of its own for each rank. What a controller
     that dies has not written yet, its successor hears again from the agents.
     """
-    return min(_RANGE_MAX_S, max(_RANGE_S, world_size / _RANKS_A_SECOND))
+    return max(_RANGE_S, min(world_size, _NUM_SAMPLED) / _RANKS_A_SECOND)
+
+
+def is_sampled(rank: int, *, world_size: int) -> bool:
+    """Do this rank's times and losses go to telemetry? All of them, or of a larger world every n-th."""
+    return rank % -(-world_size // _NUM_SAMPLED) == 0
 
 
 class _Whole(msgspec.Struct, frozen=True):

@@ -100,9 +100,17 @@ class Reception:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             connection = await wire.accept(reader, writer, token=self._token)
-            hello = await connection.receive_for_controller()
         except wire.WireBroken:
             writer.close()
+            return
+        await self.admit(connection)
+
+    async def admit(self, connection: wire.Connection) -> None:
+        """Let an agent in that has proved the token, and listen to it until it leaves."""
+        try:
+            hello = await connection.receive_for_controller()
+        except wire.WireBroken:
+            connection.close()
             return
         session = self._sessions.get(hello.component) if isinstance(hello, wire.Hello) else None
         if session is None or session.is_lost or not isinstance(hello, wire.Hello):
