@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Coroutine, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -22,13 +23,13 @@ from dougong.event.log import EventLog
 from dougong.run import decide as rules
 from dougong.run import letters, wire
 from dougong.run.announcements import Announcements
-from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_good
+from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_committed, newest_good
 from dougong.run.hang import Finding, find_hang
 from dougong.run.history import JobHistory
 from dougong.run.layout import RunDirectory, write_atomically
 from dougong.run.losses import loss_of_end, loss_of_error
 from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_of
-from dougong.run.page import StepRecord
+from dougong.run.page import Phase, StepRecord
 from dougong.run.progress import JobProgress
 from dougong.run.reception import Reception
 from dougong.run.settings import RunSettings
@@ -94,6 +95,8 @@ class Controller:
         self._said_done: set[int] = set()
         self._stopped: set[int] = set()
         self._killed: set[str] = set()
+        self._staying: set[int] = set()
+        self._rung: rules.Rung = "first"
         self._backoff_until_s = 0.0
         self._pending: rules.Place | None = None
         self._stop_since_s: float | None = None
@@ -206,6 +209,8 @@ class Controller:
                 self._lose_node(decision.component, decision.reason)
             case rules.Interrupt():
                 await self._interrupt(decision)
+            case rules.EndStaying():
+                self._end_staying(decision.reason)
             case rules.Place():
                 await self._place(decision)
             case rules.Finish():
@@ -248,10 +253,25 @@ class Controller:
             gathering_s=now_s - self._status_since_s,
             num_restarts=self._num_restarts,
             num_fruitless=self._num_fruitless,
+            can_stay=tuple(rank.rank for rank in self._living_ranks() if rank.can_stay),
+            staying=tuple(sorted(self._staying)),
+            unwound=tuple(rank.rank for rank in self._living_ranks() if rank.phase == Phase.UNWOUND),
+            slow_step_s=self._progress.learnt().p99_s or 0.0 if self._staying else 0.0,
+            rung=self._rung,
+            is_restored=self._announcements.is_restored,
+            running_s=now_s - self._status_since_s,
             is_stop_wanted=self._stop_since_s is not None,
             is_stop_complete=self._stop_since_s is not None
             and len(self._stopped | self._finished) == len(self._placement) > 0,
         )
+
+    def _living_ranks(self) -> list[wire.RankStatus]:
+        """The ranks of this generation as last heard of, but those that do not run any more."""
+        return [
+            rank
+            for rank in ranks_of(self._nodes.values())
+            if rank.generation == self._generation and rank.activity not in ("gone", "stopped")
+        ]
 
     # --- nodes ---
 
@@ -288,7 +308,7 @@ class Controller:
         node.open(connection, hello, now_s=self._now_s())
         connection.send(wire.Welcome(generation=self._generation))
         if self._status == "tearing-down" or (self._status == "gathering" and self._is_resume):
-            connection.send(wire.Kill(generation=self._generation))
+            connection.send(wire.Kill(generation=self._generation, staying=tuple(sorted(self._staying))))
         if self._status == "running":
             self._compare_workers(node, hello)
         self._wake.set()
@@ -419,6 +439,9 @@ class Controller:
 
     def _hear_end(self, node: NodeSession, message: wire.WorkerEnded) -> None:
         if message.generation != self._generation:
+            return
+        if self._status == "tearing-down":
+            self._staying.discard(message.rank)
             return
         if message.exit_code == 0 or (
             message.exit_code is None and message.signal is None and self._is_over(message.rank)
@@ -582,12 +605,27 @@ class Controller:
         )
         self._record(event)
         self._num_fruitless += 1
+        self._staying = set(decision.staying) - {rank}
+        if rank != loss.rank and decision.staying:
+            self._staying.add(loss.rank)  # the stacks name another one
+        if loss.cause_class == "network":
+            self._staying = set(decision.staying)
+        self._tear_down()
+        if self._settings.webhook_url:
+            self._spawn(self._tell_webhook(event))
+
+    def _tear_down(self) -> None:
+        """End the workers of this generation, but those that stay."""
         self._become("tearing-down")
         self._killed.clear()
         for component in {placed.component for placed in self._placement}:
-            self._nodes[component].send(wire.Kill(generation=self._generation))
-        if self._settings.webhook_url:
-            self._spawn(self._tell_webhook(event))
+            self._nodes[component].send(wire.Kill(generation=self._generation, staying=tuple(sorted(self._staying))))
+
+    def _end_staying(self, reason: str) -> None:
+        self._record(kinds.WarningRaised(component="run", text=f"no recovery in the process: {reason}"))
+        self._staying.clear()
+        self._pending = None
+        self._tear_down()
 
     async def _tell_webhook(self, event: kinds.WorkerLost) -> None:
         status, detail = await asyncio.to_thread(
@@ -599,6 +637,9 @@ class Controller:
         """Choose the state to go on from, say so, and start the ranks, now or after the back-off."""
         if self._pending is None or self._status != "backing-off":
             self._restore = await self._choose_restore(decision.placement)
+            if decision.staying and self._restore.source == "none":
+                self._end_staying("there is no state to go back to")
+                return
             self._pending = decision
             if self._generation > 0:
                 self._record(
@@ -626,13 +667,17 @@ class Controller:
             for snapshot in self._nodes[placed.component].verified
             if snapshot.rank == placed.rank
         ]
-        durable = None
+        choose = partial(rules.choose_restore, snapshots, world_size=len(placement), is_attached=self._is_attached)
+        listed = None
         if self._is_attached:
-            durable, rejected = await asyncio.to_thread(newest_good, self._settings.checkpoint_url)
-            self._record_all(rejected)
-        return rules.choose_restore(
-            snapshots, durable=durable, world_size=len(placement), is_attached=self._is_attached
-        )
+            listed = await asyncio.to_thread(newest_committed, self._settings.checkpoint_url)
+        choice = choose(durable=listed)
+        if choice.source != "durable":
+            return choice
+        # only one that is about to be used is read through: that takes as long as its bytes
+        durable, rejected = await asyncio.to_thread(newest_good, self._settings.checkpoint_url)
+        self._record_all(rejected)
+        return choose(durable=durable)
 
     def _launch(self, decision: rules.Place) -> None:
         is_first = self._status == "gathering"
@@ -640,6 +685,8 @@ class Controller:
         self._num_restarts += not is_first
         self._placement = decision.placement
         self._pending = decision
+        self._rung = decision.rung
+        staying, self._staying = tuple(sorted(self._staying)), set()
         self._losses.clear()
         self._finished.clear()
         self._said_done.clear()
@@ -674,6 +721,8 @@ class Controller:
                     master_address=head.address,
                     master_port=self._settings.master_port or head.free_port,
                     restore=self._restore,
+                    staying=staying,
+                    is_cold=decision.rung == "cold",
                 )
             )
 

@@ -66,6 +66,17 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     gathering_s: float = 0.0
     num_restarts: int = 0
     num_fruitless: int = 0
+    can_stay: tuple[int, ...] = ()
+    """Ranks that could go on in their processes when a peer is replaced."""
+    staying: tuple[int, ...] = ()
+    """Those that were asked to, in the recovery at hand."""
+    unwound: tuple[int, ...] = ()
+    """Those that have left their broken step and wait."""
+    slow_step_s: float = 0.0
+    rung: Rung = "first"
+    is_restored: bool = True
+    """Does every rank of this generation hold its state?"""
+    running_s: float = 0.0
     is_stop_wanted: bool = False
     is_stop_complete: bool = False
 
@@ -95,6 +106,14 @@ class Interrupt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     loss: Loss
     reason: str
     wants_stacks: bool = False
+    staying: tuple[int, ...] = ()
+    """These ranks leave their step and wait in their processes; all others are ended."""
+
+
+class EndStaying(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The ranks that were to stay do not leave their step, so all are started anew."""
+
+    reason: str
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -104,6 +123,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rung: Rung
     backoff_s: float
     reason: str
+    staying: tuple[int, ...] = ()
+    """Ranks that go on in their processes."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -118,7 +139,7 @@ class GiveUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Decision = Wait | RestartAgent | LoseNode | Interrupt | Place | Finish | Stop | GiveUp
+Decision = Wait | RestartAgent | LoseNode | Interrupt | EndStaying | Place | Finish | Stop | GiveUp
 
 _SETTLE_S = 0.25
 _CAUSE_CLASS: dict[FindingKind, CauseClass] = {"stopped": "stopped", "hang": "hang", "unwound": "network"}
@@ -131,7 +152,7 @@ def decide(view: JobView, policy: Policy) -> Decision:
         return node_decision
     match view.status:
         case "running":
-            return _while_running(view)
+            return _while_running(view, policy)
         case "tearing-down":
             return _while_tearing_down(view, policy)
         case "gathering":
@@ -180,22 +201,26 @@ def choose_restore(
 ) -> Restore:
     """From where to go on: the newest step that every rank can have, with the reason.
 
-    `snapshots` are the verified memory checkpoints on the nodes that will run; `durable` the newest good one's step and
-    directory. A script that is not attached is never restored behind its back: it starts again and loads its own.
+    `snapshots` are the memory checkpoints on the nodes that will run, verified by the ranks that read them; `durable`
+    is the newest one's step and directory. A script that is not attached is never restored behind its back: it starts
+    again and loads its own.
     """
     if not is_attached:
         return Restore(source="none", reason="the script is not attached: it resumes from its own checkpoint")
     holders: dict[tuple[int, int], set[int]] = {}
     for snapshot in snapshots:
-        if snapshot.is_verified and snapshot.world_size == world_size:
+        if snapshot.world_size == world_size:
             holders.setdefault((snapshot.generation, snapshot.step), set()).add(snapshot.rank)
     # ranks must not mix generations: after a roll-back the same step may hold another state
     complete = [key for key, ranks in holders.items() if len(ranks) == world_size]
-    memory_step = max(complete)[1] if complete else 0
+    memory_generation, memory_step = max(complete, default=(0, 0))
     durable_step = durable[0] if durable is not None else 0
     if memory_step > 0 and memory_step >= durable_step:
         return Restore(
-            source="memory", step=memory_step, reason=f"step {memory_step} is in the memory of every rank's node"
+            source="memory",
+            step=memory_step,
+            generation=memory_generation,
+            reason=f"step {memory_step} is in the memory of every rank's node",
         )
     partial = _why_not_memory(holders, world_size=world_size)
     if durable is not None:
@@ -216,25 +241,50 @@ def _about_nodes(view: JobView, policy: Policy) -> Decision | None:
     return None
 
 
-def _while_running(view: JobView) -> Decision:
+def _while_running(view: JobView, policy: Policy) -> Decision:
     lost_nodes = {node.component for node in view.nodes if node.is_lost}
     on_lost = [placed for placed in view.placement if placed.component in lost_nodes]
     if on_lost:
         loss = Loss(rank=on_lost[0].rank, component=on_lost[0].component, cause_class="node", detail="the node is gone")
-        return Interrupt(loss=loss, reason=f"{on_lost[0].component} is gone with rank(s) {_ranks(on_lost)}")
+        reason = f"{on_lost[0].component} is gone with rank(s) {_ranks(on_lost)}"
+        return Interrupt(loss=loss, reason=reason, staying=_who_stays(view, policy))
     if view.losses:
         loss = first_loss(view.losses)
         if loss.order[0] > 0 and view.loss_settle_s < _SETTLE_S:
             return Wait(reason="a collective broke; who broke it will be known in a moment")
-        return Interrupt(loss=loss, reason=f"rank {loss.rank}: {loss.detail}")
+        return Interrupt(loss=loss, reason=f"rank {loss.rank}: {loss.detail}", staying=_who_stays(view, policy))
     if view.finding is not None and not view.is_stop_complete:
         loss = _loss_of(view.finding, view.placement)
-        return Interrupt(loss=loss, reason=view.finding.reason, wants_stacks=True)
+        culprit = () if view.finding.kind == "unwound" else (loss.rank,)
+        return Interrupt(
+            loss=loss,
+            reason=view.finding.reason,
+            wants_stacks=bool(culprit),
+            staying=_who_stays(view, policy, but=culprit),
+        )
     if view.is_stop_complete:
         return Stop(reason="stop was asked for; every rank has saved")
+    if view.rung == "in-process" and not view.is_restored and view.running_s > policy.rejoin_s:
+        placed = view.placement[0]
+        detail = f"the recovery in the process did not finish within {policy.rejoin_s:g} s"
+        loss = Loss(rank=placed.rank, component=placed.component, cause_class="software", detail=detail)
+        return Interrupt(loss=loss, reason=detail)
     if len(set(view.finished_ranks)) == len(view.placement):
         return Finish(reason="every rank ended well")
     return Wait(reason="running")
+
+
+def _who_stays(view: JobView, policy: Policy, *, but: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """The ranks that are well, if all of them can stay; nobody after a recovery that brought no new step.
+
+    One that cannot stay builds a new group, which the others, in their old one, would wait for in vain.
+    """
+    if not policy.is_in_process or view.num_fruitless > 0 or view.is_stop_wanted or view.finished_ranks:
+        return ()
+    lost_nodes = {node.component for node in view.nodes if node.is_lost}
+    gone = {loss.rank for loss in view.losses} | set(but)
+    well = [placed.rank for placed in view.placement if placed.rank not in gone and placed.component not in lost_nodes]
+    return tuple(well) if set(well) <= set(view.can_stay) else ()
 
 
 def _while_tearing_down(view: JobView, policy: Policy) -> Decision:
@@ -248,13 +298,31 @@ def _while_tearing_down(view: JobView, policy: Policy) -> Decision:
         return LoseNode(component=min(waiting), reason=f"its workers did not die within {policy.teardown_s:g} s")
     if waiting:
         return Wait(reason=f"workers are being ended on {', '.join(sorted(waiting))}")
+    if view.staying and (verdict := _about_staying(view, policy)) is not None:
+        return verdict
     if view.is_stop_wanted:
         return Stop(reason="stop was asked for; a rank was lost meanwhile")
     if policy.max_restarts is not None and view.num_restarts >= policy.max_restarts:
         return GiveUp(reason=f"all {policy.max_restarts} restarts are used (--max-restarts)")
     if view.num_fruitless >= policy.max_fruitless:
         return GiveUp(reason=f"{view.num_fruitless} failures in a row without one new step (the policy's limit)")
-    return _place(view, policy, backoff_s=backoff_s(view.num_fruitless, policy))
+    # that it did not work in the process says nothing against the next rung
+    num_fruitless = view.num_fruitless - (view.rung == "in-process")
+    return _place(view, policy, backoff_s=backoff_s(num_fruitless, policy))
+
+
+def _about_staying(view: JobView, policy: Policy) -> Decision | None:
+    """None = they have all left their step."""
+    if view.is_stop_wanted:
+        return EndStaying(reason="stop was asked for; a rank was lost meanwhile")
+    lost_nodes = {node.component for node in view.nodes if node.is_lost}
+    if any(placed.rank in view.staying and placed.component in lost_nodes for placed in view.placement):
+        return EndStaying(reason="another node was lost meanwhile")
+    late = sorted(set(view.staying) - set(view.unwound))
+    limit_s = max(policy.unwind_s, 2 * view.slow_step_s)
+    if late and view.teardown_s > limit_s:
+        return EndStaying(reason=f"rank(s) {', '.join(map(str, late))} did not leave the step within {limit_s:.1f} s")
+    return Wait(reason="ranks are leaving the broken step") if late else None
 
 
 def backoff_s(num_fruitless: int, policy: Policy) -> float:
@@ -283,6 +351,12 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
         return Wait(reason="waiting for nodes")
     if view.generation == 0:
         return Place(placement=placement, rung="first", backoff_s=0.0, reason="all nodes are there")
+    if view.staying:
+        new = [placed for placed in placement if placed.rank not in view.staying]
+        reason = f"rank(s) {_ranks(new)} start again, the others stay" if new else "all ranks stay and connect anew"
+        return Place(
+            placement=placement, rung="in-process", backoff_s=0.0, reason=reason, staying=tuple(sorted(view.staying))
+        )
     moved = [new for new, old in zip(placement, view.placement, strict=True) if new.component != old.component]
     if moved:
         return Place(
@@ -291,6 +365,9 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
             backoff_s=backoff_s,
             reason=f"rank(s) {_ranks(moved)} move to {', '.join(sorted({placed.component for placed in moved}))}",
         )
+    if view.num_fruitless > 1 and view.rung != "in-process":
+        reason = "all ranks start again, from fresh interpreters, since the start before brought no step"
+        return Place(placement=placement, rung="cold", backoff_s=backoff_s, reason=reason)
     return Place(placement=placement, rung="standby", backoff_s=backoff_s, reason="all ranks start again from standbys")
 
 

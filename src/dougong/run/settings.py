@@ -32,6 +32,12 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for a node when none is left to take a lost one's place."""
     teardown_s: float = 10.0
     """How long the workers of a node may take to die before the node counts as lost."""
+    is_in_process: bool = True
+    """May ranks that are well stay in their processes while a lost one is replaced?"""
+    unwind_s: float = 5.0
+    """How long they may take to leave their broken step (or twice their slow step, if that is longer)."""
+    rejoin_s: float = 120.0
+    """How long a recovery in the process may take before all ranks are started anew."""
 
 
 class HangRule(msgspec.Struct, frozen=True, kw_only=True):
