@@ -97,6 +97,7 @@ class Controller:
         self._killed: set[str] = set()
         self._staying: set[int] = set()
         self._rung: rules.Rung = "first"
+        self._is_growing = False
         self._backoff_until_s = 0.0
         self._pending: rules.Place | None = None
         self._stop_since_s: float | None = None
@@ -213,6 +214,13 @@ class Controller:
                 self._end_staying(decision.reason)
             case rules.Place():
                 await self._place(decision)
+            case rules.Grow():
+                self._is_growing = True
+                self._ask_ranks_to_leave()
+            case rules.Regroup():
+                self._write_ranges(is_forced=True)
+                await self._desk.finish()
+                self._tear_down()
             case rules.Finish():
                 self._write_ranges(is_forced=True)
                 await self._leave("finished", kinds.JobFinished(step=self._progress.max_step), is_memory_kept=False)
@@ -260,6 +268,10 @@ class Controller:
             rung=self._rung,
             is_restored=self._announcements.is_restored,
             running_s=now_s - self._status_since_s,
+            min_nodes=self._settings.min_nodes,
+            is_attached=self._is_attached,
+            is_growing=self._is_growing,
+            has_left=bool(self._stopped) and len(self._stopped | self._finished) == len(self._placement),
             is_stop_wanted=self._stop_since_s is not None,
             is_stop_complete=self._stop_since_s is not None
             and len(self._stopped | self._finished) == len(self._placement) > 0,
@@ -592,6 +604,7 @@ class Controller:
             evidence = self._write_evidence(decision.reason, detail)
         self._write_ranges(is_forced=True)
         self._last_traceback = loss.traceback
+        self._is_growing = False
         event = kinds.WorkerLost(
             generation=self._generation,
             rank=rank,
@@ -681,12 +694,23 @@ class Controller:
 
     def _launch(self, decision: rules.Place) -> None:
         is_first = self._status == "gathering"
+        if self._generation > 0 and len(decision.placement) != len(self._placement):
+            self._record(
+                kinds.WorldResized(
+                    generation=self._generation + 1,
+                    from_world_size=len(self._placement),
+                    to_world_size=len(decision.placement),
+                    step=self._restore.step,
+                    reason=decision.reason,
+                )
+            )
         self._generation += 1
         self._num_restarts += not is_first
         self._placement = decision.placement
         self._pending = decision
         self._rung = decision.rung
         staying, self._staying = tuple(sorted(self._staying)), set()
+        self._is_growing = False
         self._losses.clear()
         self._finished.clear()
         self._said_done.clear()
@@ -735,9 +759,7 @@ class Controller:
         if not self._is_stop_sent:
             self._is_stop_sent = True
             if self._is_attached:
-                step_s = self._progress.learnt().p99_s or 1.0
-                stop_at = max(1, self._highest_step()) + 1 + int(0.5 / max(step_s, 1e-3))
-                self._broadcast(wire.StopAt(step=stop_at))
+                self._ask_ranks_to_leave()
             else:
                 self._broadcast(wire.Kill(generation=self._generation, grace_s=_SIGTERM_GRACE_S))
         elif self._is_attached and waited_s > _STOP_S:
@@ -747,6 +769,12 @@ class Controller:
                     component="run", text=f"not every rank saved within {_STOP_S:g} s; stopped as it is"
                 )
             )
+
+    def _ask_ranks_to_leave(self) -> None:
+        """After a step that is far enough ahead for all of them to hear of it in time."""
+        step_s = self._progress.learnt().p99_s or 1.0
+        stop_at = max(1, self._highest_step()) + 1 + int(0.5 / max(step_s, 1e-3))
+        self._broadcast(wire.StopAt(step=stop_at))
 
     def _highest_step(self) -> int:
         return max((rank.step for rank in ranks_of(self._nodes.values())), default=self._progress.last_step)

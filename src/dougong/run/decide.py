@@ -52,6 +52,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     procs_per_node: int
     num_nodes: int
+    """As many as are wanted."""
     placement: tuple[Placed, ...]
     nodes: tuple[NodeView, ...]
     """Active ones first, then spares, in order of preference."""
@@ -79,6 +80,13 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     running_s: float = 0.0
     is_stop_wanted: bool = False
     is_stop_complete: bool = False
+    min_nodes: int = 0
+    """With how few nodes the job may go on; 0 = only with all that are wanted."""
+    is_attached: bool = False
+    is_growing: bool = False
+    """The ranks were asked to save and leave, so that a larger world can start."""
+    has_left: bool = False
+    """They have."""
 
     @property
     def is_gathered(self) -> bool:
@@ -127,6 +135,18 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Ranks that go on in their processes."""
 
 
+class Grow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Have all ranks save and leave, to start again with more nodes."""
+
+    reason: str
+
+
+class Regroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All ranks have saved and left: see to it that nothing of them is left, and place anew."""
+
+    reason: str
+
+
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
@@ -139,7 +159,7 @@ class GiveUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Decision = Wait | RestartAgent | LoseNode | Interrupt | EndStaying | Place | Finish | Stop | GiveUp
+Decision = Wait | RestartAgent | LoseNode | Interrupt | EndStaying | Place | Grow | Regroup | Finish | Stop | GiveUp
 
 _SETTLE_S = 0.25
 _CAUSE_CLASS: dict[FindingKind, CauseClass] = {"stopped": "stopped", "hang": "hang", "unwound": "network"}
@@ -172,17 +192,22 @@ def first_loss(losses: Sequence[Loss]) -> Loss:
     return min(losses, key=lambda loss: (*loss.order, loss.rank))
 
 
-def choose_placement(view: JobView) -> tuple[Placed, ...] | None:
+def choose_placement(view: JobView, *, num_nodes: int | None = None) -> tuple[Placed, ...] | None:
     """Ranks stay where they are; those of a lost node go to the next free one. None = not enough nodes.
 
-    A node takes part with all its `procs_per_node` ranks or with none.
+    A node takes part with all its `procs_per_node` ranks or with none. In a world of another size than before the ranks
+    are counted anew, over the nodes that are left and then those that come.
     """
-    usable = [node.component for node in view.nodes if node.is_connected and node.is_ready and not node.is_lost]
+    count = view.num_nodes if num_nodes is None else num_nodes
+    usable = _usable(view)
     current: dict[int, str] = {placed.rank // view.procs_per_node: placed.component for placed in view.placement}
+    if len(current) != count:
+        left = [component for _, component in sorted(current.items()) if component in usable]
+        current = dict(enumerate(left[:count]))
     kept = {index: component for index, component in current.items() if component in usable}
     free = [component for component in usable if component not in kept.values()]
     chosen: list[str] = []
-    for index in range(view.num_nodes):
+    for index in range(count):
         if index in kept:
             chosen.append(kept[index])
         elif free:
@@ -194,6 +219,18 @@ def choose_placement(view: JobView) -> tuple[Placed, ...] | None:
         for index, component in enumerate(chosen)
         for local in range(view.procs_per_node)
     )
+
+
+def choose_size(view: JobView, policy: Policy) -> int:
+    """With how many nodes to go on: all that are wanted, or, if some cannot be had, as many as there are.
+
+    Less than `min_nodes` is not enough, and the number wanted is returned: there is nothing to do but wait.
+    """
+    usable = len(_usable(view))
+    if usable >= view.num_nodes or not 0 < view.min_nodes <= usable:
+        return view.num_nodes
+    may_come = any(not node.is_lost and not node.is_connected for node in view.nodes)
+    return view.num_nodes if may_come and view.gathering_s <= policy.shrink_wait_s else usable
 
 
 def choose_restore(
@@ -269,9 +306,36 @@ def _while_running(view: JobView, policy: Policy) -> Decision:
         detail = f"the recovery in the process did not finish within {policy.rejoin_s:g} s"
         loss = Loss(rank=placed.rank, component=placed.component, cause_class="software", detail=detail)
         return Interrupt(loss=loss, reason=detail)
+    if view.is_growing and view.has_left:
+        return Regroup(reason="every rank has saved and left")
     if len(set(view.finished_ranks)) == len(view.placement):
         return Finish(reason="every rank ended well")
+    if _can_grow(view, policy):
+        free = _free(view)
+        return Grow(reason=f"{', '.join(free)} can take part; the ranks save and start again with more nodes")
     return Wait(reason="running")
+
+
+def _can_grow(view: JobView, policy: Policy) -> bool:
+    return (
+        view.is_attached
+        and view.is_restored
+        and not view.is_growing
+        and not view.is_stop_wanted
+        and not view.finished_ranks
+        and len(view.placement) < view.num_nodes * view.procs_per_node
+        and view.running_s > policy.grow_wait_s
+        and bool(_free(view))
+    )
+
+
+def _free(view: JobView) -> list[str]:
+    in_use = {placed.component for placed in view.placement}
+    return [component for component in _usable(view) if component not in in_use]
+
+
+def _usable(view: JobView) -> list[str]:
+    return [node.component for node in view.nodes if node.is_connected and node.is_ready and not node.is_lost]
 
 
 def _who_stays(view: JobView, policy: Policy, *, but: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -341,7 +405,7 @@ def _while_gathering(view: JobView, policy: Policy) -> Decision:
 def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
     if view.status == "gathering" and not view.is_gathered and view.gathering_s < policy.gather_s:
         return Wait(reason="waiting for the chosen nodes")
-    placement = choose_placement(view)
+    placement = choose_placement(view, num_nodes=choose_size(view, policy))
     if placement is None:
         if view.gathering_s > policy.spare_wait_s or all(node.is_lost or node.is_connected for node in view.nodes):
             lost = [node.component for node in view.nodes if node.is_lost]
@@ -351,6 +415,12 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
         return Wait(reason="waiting for nodes")
     if view.generation == 0:
         return Place(placement=placement, rung="first", backoff_s=0.0, reason="all nodes are there")
+    if len(placement) != len(view.placement):
+        if view.staying:
+            return EndStaying(reason="the world changes its size")
+        before, after = (len(placed) // view.procs_per_node for placed in (view.placement, placement))
+        reason = f"{after} of {view.num_nodes} nodes can be had, {before} took part before"
+        return Place(placement=placement, rung="resized", backoff_s=backoff_s, reason=reason)
     if view.staying:
         new = [placed for placed in placement if placed.rank not in view.staying]
         reason = f"rank(s) {_ranks(new)} start again, the others stay" if new else "all ranks stay and connect anew"

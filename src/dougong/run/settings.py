@@ -38,6 +38,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long they may take to leave their broken step (or twice their slow step, if that is longer)."""
     rejoin_s: float = 120.0
     """How long a recovery in the process may take before all ranks are started anew."""
+    shrink_wait_s: float = 10.0
+    """How long to wait for a node that may still come before going on with fewer (`--nnodes MIN:MAX`)."""
+    grow_wait_s: float = 10.0
+    """How long a job with fewer nodes runs before it takes in one that is free."""
 
 
 class HangRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +99,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int = 0
     webhook_url: str = ""
     is_chaos: bool = False
+    min_nodes: int = 0
+    """With how few nodes the job may go on; 0 = with all of them only."""
 
     @property
     def world_size(self) -> int:
