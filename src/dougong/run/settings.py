@@ -56,7 +56,7 @@ class HangRule(msgspec.Struct, frozen=True, kw_only=True):
     outside_step_s: float = 60.0
     active_s: float = 600.0
     stopped_s: float = 1.0
-    unwound_s: float = 1.5
+    unwound_s: float = 3.0
 
 
 class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
