@@ -21,11 +21,12 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from dougong.errors import UserError
 from dougong.run import manifest
 from dougong.run.data_position import DataPosition
-from dougong.run.dcp_shard import read_state
+from dougong.run.dcp_read import DurableState
 from dougong.run.group import ReplaceableGroup, default_group, join_store
 from dougong.run.letters import (
     ModelFound,
@@ -41,8 +42,10 @@ from dougong.run.letters import (
 from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
+from dougong.run.reshard import state_for
+from dougong.run.sharding import Sharding, ranks_of
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.state import Progress, gather, num_parameters, put_back, read_tree, replication, write_snapshot
+from dougong.run.state import Progress, gather, num_parameters, put_back, read_tree, write_snapshot
 from dougong.run.worker import do_control_fault, is_broken_collective
 
 _VERDICT_TIMEOUT_S = 60.0
@@ -64,6 +67,8 @@ def attach(
     data: Any = None,
     model_flop_per_token: float | None = None,
     hardware_flop_per_token: float | None = None,
+    stage: int | None = None,
+    replicated_over: Sequence[int] | dist.ProcessGroup | None = None,
     **others: Stateful,
 ) -> Job:
     """A job whose whole state is saved and restored by Dougong.
@@ -71,8 +76,10 @@ def attach(
     `data` is any iterable of batches; one with `state_dict()` and `load_state_dict()` (StatefulDataLoader) is asked
     for its position itself. `others` are further objects with the same two methods (a gradient scaler, an EMA model
     …). `model_flop_per_token` is what MFU counts; without it, 6 FLOP per parameter and token are assumed and the
-    score says so. Under plain Python or torchrun the loop runs just the same, without saving. Raises UserError for an
-    object without state.
+    score says so. How the state lies over the ranks is found from DDP, DTensors and `ZeroRedundancyOptimizer`; only a
+    pipeline has to be told: `replicated_over`, the ranks that hold the same stage, and, if the stages use the same
+    parameter names, the number of this rank's `stage`. Under plain Python or torchrun the loop runs just the same,
+    without saving. Raises UserError for an object without state.
     """
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, **others}
     present = {name: part for name, part in parts.items() if part is not None}
@@ -85,7 +92,7 @@ def attach(
             )
     if reserved := sorted({"rng", "data", "progress"} & set(present)):
         raise UserError(f"the name {reserved[0]!r} is taken", where="attach()", mend="give the object another name")
-    job = Job(present, data=data)
+    job = Job(present, data=data, stage=stage, replicated_over=ranks_of(replicated_over))
     job.describe_model(model_flop_per_token, hardware_flop_per_token)
     return job
 
@@ -93,9 +100,15 @@ def attach(
 class Job:
     """A training job in this process: its steps, and its place in the run."""
 
-    def __init__(self, parts: dict[str, Any], *, data: Any) -> None:
+    def __init__(
+        self,
+        parts: dict[str, Any],
+        *,
+        data: Any,
+        stage: int | None = None,
+        replicated_over: tuple[int, ...] | None = None,
+    ) -> None:
         self._parts = parts
-        self._data = None if data is None else DataPosition(data)
         self._place = worker_place()
         self._step = 0
         self._num_tokens = 0
@@ -109,6 +122,10 @@ class Job:
         self._submitted_step = 0
         self._loaded_step = 0
         self.rank, self.world_size = rank_and_world_size()
+        self._data = None if data is None else DataPosition(data, rank=self.rank, world_size=self.world_size)
+        self._sharding = Sharding(
+            parts, rank=self.rank, world_size=self.world_size, stage=stage, replicated_over=replicated_over
+        )
         if self._place is not None:
             self._page = Page.open(self._place.node.page(self._place.rank))
             if self._page.is_attached:
@@ -289,7 +306,12 @@ class Job:
         )
         try:
             index, num_bytes = write_snapshot(
-                self._files, tree, step=self._step, generation=self._place.generation, world_size=self._place.world_size
+                self._files,
+                tree,
+                step=self._step,
+                generation=self._place.generation,
+                world_size=self._place.world_size,
+                sharding=self._sharding,
             )
         except OSError as error:
             self._tell_no_memory(error)
@@ -302,7 +324,6 @@ class Job:
                 num_bytes=num_bytes,
                 step=self._step,
                 stall_s=(now_ns - began_ns) / 1e9,
-                replication=replication(self._parts, world_size=self._place.world_size),
             )
             self._persister.submit(request)
             self._submitted_step = self._step
@@ -373,8 +394,15 @@ class Job:
                 assert self._files is not None
                 return read_tree(self._files.read(step=place.restore_step))
             case "durable":
-                storage, root = manifest.storage_at(place.checkpoint_url)
-                return read_state(place=storage, directory=f"{root}/{place.restore_directory}", rank=place.rank)
+                return self._durable_tree(place)
+
+    def _durable_tree(self, place: WorkerPlace) -> dict[str, Any]:
+        """From a checkpoint of whatever world size. All ranks come here together."""
+        storage, root = manifest.storage_at(place.checkpoint_url)
+        directory = place.restore_directory
+        saved_size = place.restore_world_size or manifest.read_manifest(place.checkpoint_url, directory).world_size
+        with DurableState(storage, f"{root}/{directory}", world_size=saved_size) as saved:
+            return state_for(self._parts, sharding=self._sharding, saved=saved, is_read_once=place.is_read_once)
 
     def _next_batch(self, *, is_endless: bool) -> Any:
         if self._data is None:

@@ -164,6 +164,8 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     directory: str = ""
     reason: str = ""
+    world_size: int = 0
+    """Of the ranks that saved it; 0 = as many as now, or as the checkpoint says."""
 
 
 class Welcome(ToAgent, frozen=True, kw_only=True):
