@@ -3,7 +3,8 @@
 
 The structure comes from the live objects, since a new rank of a grown world has saved nothing: each tensor of theirs is
 a box in a named tensor, and is read from whatever boxes were saved. What is no tensor (learning rates, a scheduler's
-counters) comes from the tree of rank r, or, where the earlier world had no rank r, from that of rank r modulo its size.
+counters) comes from the tree of rank r, or, where the earlier world had no rank r, from that of rank r modulo its size;
+in a pipeline, from that of a rank of the same stage.
 """
 
 from __future__ import annotations
@@ -71,24 +72,36 @@ class _Plan:
         self._saved = saved
         self._rank = sharding.rank
         self._is_new = self._rank >= saved.world_size
-        self._template_rank = self._rank % saved.world_size
-        self._template = saved.rank_tree(self._template_rank)
         self._is_pipeline = sharding.stage is not None or sharding.is_told
-        check_parts(self._template, parts)
+        check_parts(saved.rank_tree(self._rank % saved.world_size), parts)
         self._live = part_trees(parts)
         _, leaves = dismantle(self._live, is_leaf=is_array)
         shapes = [tuple(local_part(leaf.value).shape) for leaf in leaves]
         lays = sharding.lays(leaves)
         self._lays = {leaf.path: (lay, shape) for leaf, lay, shape in zip(leaves, lays, shapes, strict=True)}
+        self._template_rank = self._rank_alike()
+        self._template = saved.rank_tree(self._template_rank)
 
     def tree(self) -> dict[str, Any]:
         tree = {name: self._part(name, part) for name, part in self._parts.items()}
-        tree["rng"] = fresh_rng(self._saved.rank_tree(0)["rng"], rank=self._rank) if self._is_new else None
-        tree["rng"] = tree["rng"] or self._template["rng"]
-        tree["data"] = self._template["data"]
-        progress = cast("dict[str, Any]", self._template["progress"])
+        own = self._saved.rank_tree(self._rank % self._saved.world_size)
+        tree["rng"] = fresh_rng(self._saved.rank_tree(0)["rng"], rank=self._rank) if self._is_new else own["rng"]
+        tree["data"] = own["data"]
+        progress = cast("dict[str, Any]", own["progress"])
         tree["progress"] = {**progress, "num_tokens": 0} if self._is_new else progress
         return tree
+
+    def _rank_alike(self) -> int:
+        """The rank whose tree is the pattern for this one's. In a pipeline it must have had the same parameters."""
+        first, size = self._rank % self._saved.world_size, self._saved.world_size
+        if not self._is_pipeline:
+            return first
+        wanted = {lay.extent.name for (part, *_), (lay, _) in self._lays.items() if part == "model" and lay is not None}
+        for rank in (first, *(other for other in range(size) if other != first)):
+            model = self._saved.rank_tree(rank).get("model", {})
+            if wanted & {leaf.extent.name for leaf in model.values() if isinstance(leaf, SavedLeaf)}:
+                return rank
+        return first
 
     def _part(self, name: str, part: Any) -> Any:
         if isinstance(part, torch.optim.Optimizer):
@@ -172,7 +185,8 @@ class _Plan:
             return self._template_value(path)
         base = ".".join(map(str, path))
         extent = lay.extent
-        names = dict.fromkeys((extent.name, base, f"rank{self._template_rank}.{base}"))
+        of_rank = f"rank{self._template_rank}.{base}"
+        names = (of_rank, base) if extent.key_path[0] == f"rank{self._rank}" else (extent.name, base, of_rank)
         name = next((name for name in names if self._saved.tensor(name) is not None), None)
         if name is None:
             return self._template_value(path)
