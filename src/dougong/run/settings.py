@@ -67,6 +67,8 @@ class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
     keep_durable: int = 3
     commit_timeout_s: float = 60.0
     """How long the end of a script waits for its last checkpoint to be committed."""
+    is_read_once: bool = True
+    """At a durable restore, one rank reads what several need, and broadcasts it; else each reads for itself."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
