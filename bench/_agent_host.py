@@ -54,6 +54,9 @@ def shared_link(link: LightLink) -> type[ZygoteLink]:
         async def start(self) -> None:
             return
 
+        async def renew(self) -> None:
+            return
+
         def close(self) -> None:
             return
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Coroutine, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -22,13 +23,13 @@ from dougong.event.log import EventLog
 from dougong.run import decide as rules
 from dougong.run import letters, wire
 from dougong.run.announcements import Announcements
-from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_good
+from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_committed, newest_good
 from dougong.run.hang import Finding, find_hang
 from dougong.run.history import JobHistory
 from dougong.run.layout import RunDirectory, write_atomically
 from dougong.run.losses import loss_of_end, loss_of_error
 from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_by_node, ranks_of
-from dougong.run.page import StepRecord
+from dougong.run.page import Phase, StepRecord
 from dougong.run.progress import JobProgress, is_sampled
 from dougong.run.reception import Reception
 from dougong.run.save_desk import SaveDesk
@@ -87,6 +88,7 @@ class Controller:
         self._status_since_s = now_s
         self._generation = history.generation
         self._placement = history.placement
+        self._by_node = ranks_by_node(history.placement)
         self._is_attached = history.is_attached
         self._is_resumed = history.is_resumed
         self._num_restarts = 0 if is_resume else history.num_restarts
@@ -99,6 +101,9 @@ class Controller:
         self._said_done: set[int] = set()
         self._stopped: set[int] = set()
         self._killed: set[str] = set()
+        self._staying: set[int] = set()
+        self._rung: rules.Rung = "first"
+        self._is_growing = False
         self._backoff_until_s = 0.0
         self._pending: rules.Place | None = None
         self._stop_since_s: float | None = None
@@ -220,8 +225,17 @@ class Controller:
                 self._lose_node(decision.component, decision.reason)
             case rules.Interrupt():
                 await self._interrupt(decision)
+            case rules.EndStaying():
+                self._end_staying(decision.reason)
             case rules.Place():
                 await self._place(decision)
+            case rules.Grow():
+                self._is_growing = True
+                self._ask_ranks_to_leave()
+            case rules.Regroup():
+                self._write_ranges(is_forced=True)
+                await self._desk.finish()
+                self._tear_down()
             case rules.Finish():
                 self._write_ranges(is_forced=True)
                 await self._leave("finished", kinds.JobFinished(step=self._progress.max_step), is_memory_kept=False)
@@ -238,6 +252,9 @@ class Controller:
 
     def _view(self, finding: Finding | None) -> rules.JobView:
         now_s = self._now_s()
+        # who could stay is asked only once somebody is lost, for it means looking at every rank
+        is_calm = self._status == "running" and not (self._losses or finding or self._has_lost_node())
+        living = [] if is_calm else self._living_ranks()
         return rules.JobView(
             status=self._status,
             generation=self._generation,
@@ -262,10 +279,32 @@ class Controller:
             gathering_s=now_s - self._status_since_s,
             num_restarts=self._num_restarts,
             num_fruitless=self._num_fruitless,
+            can_stay=tuple(rank.rank for rank in living if rank.can_stay),
+            staying=tuple(sorted(self._staying)),
+            unwound=tuple(rank.rank for rank in living if rank.phase == Phase.UNWOUND),
+            slow_step_s=self._progress.learnt().p99_s or 0.0 if self._staying else 0.0,
+            rung=self._rung,
+            is_restored=self._announcements.is_restored,
+            running_s=now_s - self._status_since_s,
+            min_nodes=self._settings.min_nodes,
+            is_attached=self._is_attached,
+            is_growing=self._is_growing,
+            has_left=bool(self._stopped) and len(self._stopped | self._finished) == len(self._placement),
             is_stop_wanted=self._stop_since_s is not None,
             is_stop_complete=self._stop_since_s is not None
             and len(self._stopped | self._finished) == len(self._placement) > 0,
         )
+
+    def _has_lost_node(self) -> bool:
+        return any(self._nodes[component].is_lost for component in self._by_node)
+
+    def _living_ranks(self) -> list[wire.RankStatus]:
+        """The ranks of this generation as last heard of, but those that do not run any more."""
+        return [
+            rank
+            for rank in ranks_of(self._nodes.values())
+            if rank.generation == self._generation and rank.activity not in ("gone", "stopped")
+        ]
 
     # --- nodes ---
 
@@ -302,7 +341,9 @@ class Controller:
         node.open(connection, hello, now_s=self._now_s())
         connection.send(wire.Welcome(generation=self._generation))
         if self._status == "tearing-down" or (self._status == "gathering" and self._is_resume):
-            connection.send(wire.Kill(generation=self._generation))
+            ranks = self._by_node.get(node.component, ())
+            staying = tuple(rank for rank, _ in ranks if rank in self._staying)
+            connection.send(wire.Kill(generation=self._generation, staying=staying))
         if self._status == "running":
             self._compare_workers(node, hello)
         self._wake.set()
@@ -440,6 +481,9 @@ class Controller:
     def _hear_end(self, node: NodeSession, message: wire.WorkerEnded) -> None:
         if message.generation != self._generation:
             return
+        if self._status == "tearing-down":
+            self._staying.discard(message.rank)
+            return
         if message.exit_code == 0 or (
             message.exit_code is None and message.signal is None and self._is_over(message.rank)
         ):
@@ -560,7 +604,7 @@ class Controller:
         if not self._vigil.is_worth_a_look(now_s=now_s):
             return None
         statuses: list[wire.RankStatus] = []
-        for component in ranks_by_node(self._placement):
+        for component in self._by_node:
             node = self._nodes[component]
             age_s = now_s - node.status_s
             if node.status is None or age_s > self._rhythm.stale_s:
@@ -608,6 +652,7 @@ class Controller:
             evidence = self._write_evidence(decision.reason, detail)
         self._write_ranges(is_forced=True)
         self._last_traceback = loss.traceback
+        self._is_growing = False
         event = kinds.WorkerLost(
             generation=self._generation,
             rank=rank,
@@ -622,12 +667,28 @@ class Controller:
         self._record(event)
         self._saves.note_loss()
         self._num_fruitless += 1
-        self._become("tearing-down")
-        self._killed.clear()
-        for component in {placed.component for placed in self._placement}:
-            self._nodes[component].send(wire.Kill(generation=self._generation))
+        self._staying = set(decision.staying) - {rank}
+        if rank != loss.rank and decision.staying:
+            self._staying.add(loss.rank)  # the stacks name another one
+        if loss.cause_class == "network":
+            self._staying = set(decision.staying)
+        self._tear_down()
         if self._settings.webhook_url:
             self._spawn(self._tell_webhook(event))
+
+    def _tear_down(self) -> None:
+        """End the workers of this generation, but those that stay."""
+        self._become("tearing-down")
+        self._killed.clear()
+        for component, ranks in self._by_node.items():
+            staying = tuple(rank for rank, _ in ranks if rank in self._staying)
+            self._nodes[component].send(wire.Kill(generation=self._generation, staying=staying))
+
+    def _end_staying(self, reason: str) -> None:
+        self._record(kinds.WarningRaised(component="run", text=f"no recovery in the process: {reason}"))
+        self._staying.clear()
+        self._pending = None
+        self._tear_down()
 
     async def _tell_webhook(self, event: kinds.WorkerLost) -> None:
         status, detail = await asyncio.to_thread(
@@ -639,6 +700,9 @@ class Controller:
         """Choose the state to go on from, say so, and start the ranks, now or after the back-off."""
         if self._pending is None or self._status != "backing-off":
             self._restore = await self._choose_restore(decision.placement)
+            if decision.staying and self._restore.source == "none":
+                self._end_staying("there is no state to go back to")
+                return
             self._pending = decision
             if self._generation > 0:
                 self._record(
@@ -666,20 +730,38 @@ class Controller:
             for snapshot in self._nodes[placed.component].verified
             if snapshot.rank == placed.rank
         ]
-        durable = None
+        choose = partial(rules.choose_restore, snapshots, world_size=len(placement), is_attached=self._is_attached)
+        listed = None
         if self._is_attached:
-            durable, rejected = await asyncio.to_thread(newest_good, self._settings.checkpoint_url)
-            self._record_all(rejected)
-        return rules.choose_restore(
-            snapshots, durable=durable, world_size=len(placement), is_attached=self._is_attached
-        )
+            listed = await asyncio.to_thread(newest_committed, self._settings.checkpoint_url)
+        choice = choose(durable=listed)
+        if choice.source != "durable":
+            return choice
+        # only one that is about to be used is read through: that takes as long as its bytes
+        durable, rejected = await asyncio.to_thread(newest_good, self._settings.checkpoint_url)
+        self._record_all(rejected)
+        return choose(durable=durable)
 
     def _launch(self, decision: rules.Place) -> None:
         is_first = self._status == "gathering"
+        if self._generation > 0 and len(decision.placement) != len(self._placement):
+            self._record(
+                kinds.WorldResized(
+                    generation=self._generation + 1,
+                    from_world_size=len(self._placement),
+                    to_world_size=len(decision.placement),
+                    step=self._restore.step,
+                    reason=decision.reason,
+                )
+            )
         self._generation += 1
         self._num_restarts += not is_first
         self._placement = decision.placement
+        self._by_node = ranks_by_node(decision.placement)
         self._pending = decision
+        self._rung = decision.rung
+        staying, self._staying = self._staying, set[int]()
+        self._is_growing = False
         self._losses.clear()
         self._finished.clear()
         self._said_done.clear()
@@ -701,9 +783,8 @@ class Controller:
         )
         self._commit()
         self._become("running")
-        by_node = ranks_by_node(decision.placement)
-        head = self._nodes[next(iter(by_node))]
-        for index, (component, ranks) in enumerate(by_node.items()):
+        head = self._nodes[next(iter(self._by_node))]
+        for index, (component, ranks) in enumerate(self._by_node.items()):
             self._nodes[component].send(
                 wire.Launch(
                     generation=self._generation,
@@ -711,12 +792,15 @@ class Controller:
                     ranks=ranks,
                     world_size=len(decision.placement),
                     node_rank=index,
-                    num_nodes=len(by_node),
+                    num_nodes=len(self._by_node),
                     master_address=head.address,
                     master_port=self._settings.master_port or head.free_port,
                     restore=self._restore,
                     memory_every_steps=self._saves.rhythm.memory_every_steps,
                     durable_every_steps=self._saves.rhythm.durable_every_steps,
+                    staying=tuple(rank for rank, _ in ranks if rank in staying),
+                    has_staying=bool(staying),
+                    is_cold=decision.rung == "cold",
                 )
             )
 
@@ -729,9 +813,7 @@ class Controller:
         if not self._is_stop_sent:
             self._is_stop_sent = True
             if self._is_attached:
-                step_s = self._progress.learnt().p99_s or 1.0
-                stop_at = max(1, self._highest_step()) + 1 + int(0.5 / max(step_s, 1e-3))
-                self._broadcast(wire.StopAt(step=stop_at))
+                self._ask_ranks_to_leave()
             else:
                 self._broadcast(wire.Kill(generation=self._generation, grace_s=_SIGTERM_GRACE_S))
         elif self._is_attached and waited_s > _STOP_S:
@@ -741,6 +823,12 @@ class Controller:
                     component="run", text=f"not every rank saved within {_STOP_S:g} s; stopped as it is"
                 )
             )
+
+    def _ask_ranks_to_leave(self) -> None:
+        """After a step that is far enough ahead for all of them to hear of it in time."""
+        step_s = self._progress.learnt().p99_s or 1.0
+        stop_at = max(1, self._highest_step()) + 1 + int(0.5 / max(step_s, 1e-3))
+        self._broadcast(wire.StopAt(step=stop_at))
 
     def _highest_step(self) -> int:
         return max((rank.step for rank in ranks_of(self._nodes.values())), default=self._progress.last_step)
