@@ -831,7 +831,9 @@ class Controller:
         self._broadcast(wire.StopAt(step=stop_at))
 
     def _highest_step(self) -> int:
-        return max((rank.step for rank in ranks_of(self._nodes.values())), default=self._progress.last_step)
+        """Statuses of a large fleet are seconds old; what all ranks have finished is told at once."""
+        told = max((rank.step for rank in ranks_of(self._nodes.values())), default=0)
+        return max(told, self._progress.last_step)
 
     async def _leave(self, end: str, event: kinds.AnyEvent, *, is_memory_kept: bool) -> None:
         await self._desk.finish()

@@ -37,7 +37,6 @@ class Reception:
         self._sessions = sessions
         self._token = token
         self._silent_s = fleet_rhythm(len(sessions)).silent_s
-        self._away_s = max(_AWAY_S, self._silent_s / 3)
         self._clock = clock
         self._on_hello = on_hello
         self._on_message = on_message
@@ -84,7 +83,7 @@ class Reception:
         Returns the components dropped.
         """
         now_s = self._now_s()
-        if now_s - self._looked_s > self._away_s:
+        if now_s - self._looked_s > _AWAY_S:
             # the controller itself was stopped, or its host: what was said meanwhile is still to be read
             for session in self._sessions.values():
                 session.heard_s = now_s
