@@ -284,7 +284,7 @@ def _about_nodes(view: JobView, policy: Policy) -> Decision | None:
 
 def _while_running(view: JobView, policy: Policy) -> Decision:
     lost_nodes = {node.component for node in view.nodes if node.is_lost}
-    on_lost = [placed for placed in view.placement if placed.component in lost_nodes]
+    on_lost = [placed for placed in view.placement if placed.component in lost_nodes] if lost_nodes else []
     if on_lost:
         loss = Loss(rank=on_lost[0].rank, component=on_lost[0].component, cause_class="node", detail="the node is gone")
         reason = f"{on_lost[0].component} is gone with rank(s) {_ranks(on_lost)}"
