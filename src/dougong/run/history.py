@@ -81,7 +81,7 @@ def replay(records: Iterable[Recorded]) -> JobHistory:
             steps, max_step = record, max(max_step, event.last_step)
             continue
         if isinstance(event, CheckpointSaved) and event.tier == "memory":
-            continue  # one a second, like the steps, and lost with what comes next
+            continue  # one a second, like the steps; what memory holds is told by the agents
         if steps is not None:
             history, steps = _after_steps(history, steps, max_step), None
         if isinstance(event, JobStarted):
