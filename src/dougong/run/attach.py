@@ -41,6 +41,7 @@ from dougong.run.letters import (
 from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
+from dougong.run.sealed import UnsealedPlace, load_sealer
 from dougong.run.snapshot import SnapshotFiles
 from dougong.run.state import Progress, gather, num_parameters, put_back, read_tree, replication, write_snapshot
 from dougong.run.worker import do_control_fault, is_broken_collective
@@ -250,7 +251,6 @@ class Job:
 
     def _rejoin(self, letter: Rejoin, group: ReplaceableGroup) -> None:
         assert self._place is not None and self._persister is not None
-        self._persister.wait_idle()
         group.replace(join_store(letter.master_address, letter.master_port), generation=letter.generation)
         self._place = msgspec.structs.replace(
             self._place, generation=letter.generation, restore_source="memory", restore_step=letter.restore_step
@@ -269,7 +269,8 @@ class Job:
         if place is None or page is None:
             return
         wants_stop = bool(page.stop_at_step) and self._step >= page.stop_at_step
-        is_durable = wants_stop or self._step % place.durable_every_steps == 0
+        is_due = self._step % place.durable_every_steps == 0
+        is_durable = wants_stop or (is_due and self._persister is not None and self._persister.may_begin(self._step))
         if is_durable or self._step % place.memory_every_steps == 0:
             self._save(is_durable=is_durable)
         if wants_stop:
@@ -281,7 +282,7 @@ class Job:
         began_ns = time.monotonic_ns()
         self._page.enter(Phase.CHECKPOINT, now_ns=began_ns)
         if is_durable:
-            self._persister.wait_idle()
+            self._persister.wait_idle(on_wait=self._is_saving)
         tree = gather(
             self._parts,
             data=None if self._data is None else self._data.state(),
@@ -308,6 +309,11 @@ class Job:
             self._submitted_step = self._step
         self._page.enter(Phase.BETWEEN, now_ns=time.monotonic_ns())
 
+    def _is_saving(self) -> None:
+        """The node's writer is at work, and this process is not: it does not hang."""
+        if self._page is not None:
+            self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
+
     def _tell_no_memory(self, error: OSError) -> None:
         """Shared memory is full: training goes on without this checkpoint, and a person is told."""
         assert self._place is not None and self._page is not None
@@ -320,7 +326,7 @@ class Job:
         assert self._place is not None and self._page is not None and self._persister is not None
         self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
         if self._step == self._submitted_step:  # else there was no room for it, and nothing will be committed
-            self._persister.wait_committed(step=self._step)
+            self._persister.wait_committed(step=self._step, on_wait=self._is_saving)
         letter = Stopped(generation=self._place.generation, rank=self._place.rank, step=self._step)
         post(self._place.node.outbox(self._place.rank), letter)
         self._page.enter(Phase.STOPPED_CLEAN, now_ns=time.monotonic_ns())
@@ -334,7 +340,7 @@ class Job:
             self._save(is_durable=True)
         self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
         if self._step == self._submitted_step:
-            self._persister.wait_committed(step=self._step)
+            self._persister.wait_committed(step=self._step, on_wait=self._is_saving)
         self._page.enter(Phase.BETWEEN, now_ns=time.monotonic_ns())
 
     def _restore(self) -> None:
@@ -374,6 +380,8 @@ class Job:
                 return read_tree(self._files.read(step=place.restore_step))
             case "durable":
                 storage, root = manifest.storage_at(place.checkpoint_url)
+                sealer = load_sealer(place.checkpoint_key) if place.checkpoint_key else None
+                storage = UnsealedPlace(storage, sealer)
                 return read_state(place=storage, directory=f"{root}/{place.restore_directory}", rank=place.rank)
 
     def _next_batch(self, *, is_endless: bool) -> Any:

@@ -10,11 +10,8 @@ Source of the layout: torch/distributed/checkpoint/filesystem.py and metadata.py
 from __future__ import annotations
 
 import io
-import os
 import pickle
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
@@ -35,10 +32,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from dougong.errors import CheckpointDamaged
 from dougong.run.manifest import FileRecord, ItemRecord, Place
-from dougong.run.state import RANK_LOCAL, Replication, SnapshotTable, TensorRecord, read_table, view_of
+from dougong.run.shard_plan import RankState, ShardPlanner
+from dougong.run.state import Replication, view_of
 from dougong.run.tree import assemble
+from dougong.run.write_files import write_files
 
-_METADATA_NAME = ".metadata"
+METADATA_NAME = ".metadata"
 _UNREADABLE = (
     OSError,
     pickle.UnpicklingError,
@@ -55,55 +54,49 @@ _UNREADABLE = (
 """What decoders raise on bytes that are not what was written."""
 
 
-class RankState(msgspec.Struct, frozen=True, array_like=True):
-    """`rank-<r>.state`: the skeleton of a rank's whole state, its small leaves, and where the others lie."""
-
-    skeleton: bytes
-    records: tuple[TensorRecord, ...]
-    names: tuple[str, ...]
-    """Per leaf: the DCP name it is stored under, or "" if it stands in `payload`."""
-    payload: bytes
-
-
 def write_shard(
     buffer: memoryview, *, place: Place, directory: str, rank: int, world_size: int, replication: Replication
 ) -> tuple[tuple[FileRecord, ...], tuple[ItemRecord, ...]]:
-    """Write this rank's files from a snapshot buffer. Each replicated tensor is written by one rank only."""
-    table, start = read_table(buffer)
-    names = _unique([_stored_name(record, rank=rank, replication=replication) for record in table.records])
-    mine = _share(table.records, names, rank=rank, world_size=world_size, replication=replication)
-    place.make_directory(directory)
-    tensor_file, items = _write_tensors(buffer, start, table, names, mine, place=place, directory=directory, rank=rank)
-    state_file = _write_rank_state(buffer, start, table, names, place=place, directory=directory, rank=rank)
-    return (tensor_file, state_file), items
+    """Write this rank's files from a snapshot buffer, here and now. Of equal boxes of tensors one rank writes each.
+
+    A run has its node's writer do the same beside training.
+    """
+    plan = ShardPlanner(rank=rank, world_size=world_size).plan(buffer, replication=replication)
+    return write_files(plan.files, buffer, place=place, directory=directory), plan.items
 
 
 def write_metadata(items: Sequence[ItemRecord], *, place: Place, directory: str) -> FileRecord:
-    """Write DCP's index over the tensors of all ranks."""
+    """Write DCP's index over the tensors of all ranks, here and now."""
+    content = metadata_bytes(items)
+    place.write(f"{directory}/{METADATA_NAME}", content)
+    return FileRecord(METADATA_NAME, len(content), xxhash.xxh3_128_hexdigest(content))
+
+
+def metadata_bytes(items: Sequence[ItemRecord]) -> bytes:
+    """DCP's index over the tensors of all ranks. Boxes of one name are the chunks of one tensor."""
     described: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     mappings: dict[str, tuple[str | int, ...]] = {}
-    for item in items:
+    for item in sorted(items, key=lambda item: (item.fqn, item.offsets)):
         mappings[item.fqn] = item.key_path
         if not item.dtype:
             described[item.fqn] = BytesStorageMetadata()
             index = MetadataIndex(item.fqn)
         else:
-            size = torch.Size(item.shape)
-            origin = torch.Size([0] * len(item.shape))
-            described[item.fqn] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=getattr(torch, item.dtype)),
-                size=size,
-                chunks=[ChunkStorageMetadata(offsets=origin, sizes=size)],
-            )
-            index = MetadataIndex(item.fqn, origin)
+            is_whole = item.global_shape is None
+            offsets = torch.Size([0] * len(item.shape) if is_whole else item.offsets)
+            if item.fqn not in described:
+                described[item.fqn] = TensorStorageMetadata(
+                    properties=TensorProperties(dtype=getattr(torch, item.dtype)),
+                    size=torch.Size(item.shape if item.global_shape is None else item.global_shape),
+                    chunks=[],
+                )
+            described[item.fqn].chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(item.shape)))
+            index = MetadataIndex(item.fqn, offsets)
         stored[index] = _StorageInfo(item.file, item.offset_bytes, item.num_bytes)
-    metadata = Metadata(
-        state_dict_metadata=described, planner_data=mappings, storage_data=stored, version=CURRENT_DCP_VERSION
+    return pickle.dumps(
+        Metadata(state_dict_metadata=described, planner_data=mappings, storage_data=stored, version=CURRENT_DCP_VERSION)
     )
-    content = pickle.dumps(metadata)
-    place.write(f"{directory}/{_METADATA_NAME}", content)
-    return FileRecord(_METADATA_NAME, len(content), xxhash.xxh3_128_hexdigest(content))
 
 
 def read_state(*, place: Place, directory: str, rank: int) -> dict[str, Any]:
@@ -129,7 +122,7 @@ def read_state(*, place: Place, directory: str, rank: int) -> dict[str, Any]:
 
 def read_metadata(*, place: Place, directory: str) -> Metadata:
     """DCP's index, through an unpickler that constructs DCP's own classes only. Raises CheckpointDamaged."""
-    path = f"{directory}/{_METADATA_NAME}"
+    path = f"{directory}/{METADATA_NAME}"
     try:
         with place.open_read(path) as file:
             found = _MetadataUnpickler(io.BytesIO(file.read())).load()
@@ -212,185 +205,3 @@ class _TensorReader:
         if name not in self._open:
             self._open[name] = self._place.open_read(f"{self._directory}/{name}")
         return self._open[name]
-
-
-def _stored_name(record: TensorRecord, *, rank: int, replication: Replication) -> str:
-    """The DCP name of a leaf: its path with dots, as DCP flattens it; "" for what belongs to the rank alone."""
-    if record.kind != "torch" or record.path[0] in RANK_LOCAL:
-        return ""
-    name = ".".join(map(str, record.path))
-    is_shared = replication.is_replicated and name not in replication.of_each_rank
-    return name if is_shared else f"rank{rank}.{name}"
-
-
-def _unique(names: Sequence[str]) -> list[str]:
-    """Two leaves that flatten to one DCP name (keys `1` and `"1"`, or with a dot in them) stay with the rank."""
-    counts = Counter(names)
-    return [name if counts[name] == 1 else "" for name in names]
-
-
-def _share(
-    records: Sequence[TensorRecord], names: Sequence[str], *, rank: int, world_size: int, replication: Replication
-) -> tuple[int, ...]:
-    """The leaves that this rank writes: all of its own, or its share of the replicated ones, equal in bytes.
-
-    Every rank computes the same split, so nobody has to be asked.
-    """
-    candidates = [index for index, name in enumerate(names) if name]
-    if not replication.is_replicated or world_size == 1:
-        return tuple(candidates)
-    loads = [0] * world_size
-    mine: list[int] = []
-    for index in sorted(candidates, key=lambda i: (-records[i].num_bytes, names[i].removeprefix(f"rank{rank}."))):
-        if names[index].startswith(f"rank{rank}.") and names[index] not in replication.of_rank_0:
-            mine.append(index)
-            continue
-        writer = 0 if names[index] in replication.of_rank_0 else loads.index(min(loads))
-        loads[writer] += records[index].num_bytes
-        if writer == rank:
-            mine.append(index)
-    return tuple(sorted(mine))
-
-
-def _write_tensors(
-    buffer: memoryview,
-    start: int,
-    table: SnapshotTable,
-    names: Sequence[str],
-    mine: Sequence[int],
-    *,
-    place: Place,
-    directory: str,
-    rank: int,
-) -> tuple[FileRecord, tuple[ItemRecord, ...]]:
-    file_name = f"__{rank}_0.distcp"
-    items: list[ItemRecord] = []
-    key_paths, plain = _flattened(table)
-    with _SyncedFile(place, f"{directory}/{file_name}") as file:
-        for index in mine:
-            record = table.records[index]
-            blob = io.BytesIO()
-            torch.save(view_of(buffer, start, record).clone(), blob)
-            name, key_path = names[index], key_paths[index]
-            if name != ".".join(map(str, key_path)):
-                key_path = (f"rank{rank}", *key_path)
-            items.append(ItemRecord(name, key_path, file_name, file.num_bytes, blob.tell(), record.dtype, record.shape))
-            file.write(blob.getbuffer())
-        if rank == 0:
-            for name, key_path, value in plain:
-                if name in names:
-                    continue
-                blob = io.BytesIO()
-                torch.save(value, blob)
-                items.append(ItemRecord(name, key_path, file_name, file.num_bytes, blob.tell(), "", ()))
-                file.write(blob.getbuffer())
-    return FileRecord(file_name, file.num_bytes, file.hexdigest), tuple(items)
-
-
-_Path = tuple[str | int, ...]
-
-
-class _Hole(msgspec.Struct, frozen=True):
-    """Stands where leaf `index` was."""
-
-    index: int
-
-
-def _flattened(table: SnapshotTable) -> tuple[dict[int, _Path], list[tuple[str, _Path, Any]]]:
-    """The tree as DCP flattens it: the key path of each leaf by its index, and what is no tensor (learning rates …).
-
-    Mappings are walked, with their keys as text; lists only if they hold tensors or mappings; all else is one value.
-    """
-    tree = cast("dict[str, Any]", assemble(table.skeleton, [_Hole(index) for index in range(len(table.records))]))
-    key_paths: dict[int, _Path] = {}
-    plain: list[tuple[str, _Path, Any]] = []
-
-    def walk(value: Any, path: _Path) -> None:
-        if isinstance(value, _Hole):
-            key_paths[value.index] = path
-        elif isinstance(value, Mapping):
-            for key, item in cast("Mapping[Any, Any]", value).items():
-                walk(item, (*path, str(key)))
-        elif _is_walked(value):
-            for index, item in enumerate(cast("Sequence[Any]", value)):
-                walk(item, (*path, index))
-        elif path[0] not in RANK_LOCAL:
-            plain.append((".".join(map(str, path)), path, value))
-
-    walk(tree, ())
-    return key_paths, plain
-
-
-def _is_walked(value: Any) -> bool:
-    if not isinstance(value, list | tuple):
-        return False
-    items = cast("Sequence[Any]", value)
-    return any(isinstance(item, _Hole | Mapping) or _is_walked(item) for item in items)
-
-
-def _write_rank_state(
-    buffer: memoryview,
-    start: int,
-    table: SnapshotTable,
-    names: Sequence[str],
-    *,
-    place: Place,
-    directory: str,
-    rank: int,
-) -> FileRecord:
-    payload = bytearray()
-    records: list[TensorRecord] = []
-    for record, name in zip(table.records, names, strict=True):
-        if name:
-            records.append(record)
-            continue
-        raw = buffer[start + record.offset_bytes : start + record.offset_bytes + record.num_bytes]
-        records.append(msgspec.structs.replace(record, offset_bytes=len(payload)))
-        payload += raw
-    content = msgspec.msgpack.encode(RankState(table.skeleton, tuple(records), tuple(names), bytes(payload)))
-    file_name = f"rank-{rank}.state"
-    with _SyncedFile(place, f"{directory}/{file_name}") as file:
-        file.write(memoryview(content))
-    return FileRecord(file_name, file.num_bytes, file.hexdigest)
-
-
-class _SyncedFile:
-    """A new file that is on disk when it is closed, with its size and checksum."""
-
-    def __init__(self, place: Place, path: str) -> None:
-        from dougong.run.manifest import LocalPlace
-
-        self.num_bytes = 0
-        self.hexdigest = ""
-        self._digest = xxhash.xxh3_128()
-        self._place = place
-        self._path = path
-        self._file: Any = open(path, "xb") if isinstance(place, LocalPlace) else io.BytesIO()  # noqa: SIM115
-
-    def write(self, content: memoryview) -> None:
-        self._file.write(content)
-        self._digest.update(content)
-        self.num_bytes += len(content)
-
-    def __enter__(self) -> _SyncedFile:
-        return self
-
-    def __exit__(self, error_type: object, *_: object) -> None:
-        from dougong.run.manifest import LocalPlace
-
-        self.hexdigest = self._digest.hexdigest()
-        if not isinstance(self._place, LocalPlace):
-            if error_type is None:
-                self._place.write(self._path, self._file.getvalue())
-            return
-        try:
-            if error_type is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
-        directory = os.open(Path(self._path).parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)

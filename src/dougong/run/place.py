@@ -34,6 +34,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     commit_timeout_s: float
     wants_peak: bool
     is_chaos: bool
+    checkpoint_key: str = ""
 
     @property
     def run(self) -> RunDirectory:
@@ -80,6 +81,7 @@ def place_of(
         commit_timeout_s=settings.save.commit_timeout_s,
         wants_peak=launch.generation == 1 and settings.peak_flop_per_s is None,
         is_chaos=settings.is_chaos,
+        checkpoint_key=settings.checkpoint_key,
     )
 
 

@@ -57,6 +57,10 @@ class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
     keep_durable: int = 3
     commit_timeout_s: float = 60.0
     """How long the end of a script waits for its last checkpoint to be committed."""
+    write_bytes_per_s: float = 0.0
+    """The most that the writer of a node puts on storage; 0 = as fast as it goes."""
+    lock_s: float = 0.0
+    """How long nothing deletes a committed checkpoint; 0 = no lock."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +93,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int = 0
     webhook_url: str = ""
     is_chaos: bool = False
+    checkpoint_key: str = ""
+    """The file of the key that encrypts durable checkpoints, on every node; "" = they are plain."""
+    lock_key: str = ""
+    """The file of the owner's key of retention locks, where the controller runs; "" = only time opens them."""
 
     @property
     def world_size(self) -> int:

@@ -54,7 +54,7 @@ class SnapshotFiles:
         for index in (0, 1):
             if index in self._buffers and len(self._buffers[index]) >= num_bytes:
                 continue
-            fd = os.open(self._path(index), os.O_RDWR | os.O_CREAT, 0o600)
+            fd = os.open(self.path(index), os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 if os.fstat(fd).st_size < size:
                     os.posix_fallocate(fd, 0, size)
@@ -72,6 +72,9 @@ class SnapshotFiles:
             return 1 - self._pinned
         valid = self.slots()
         return 1 - valid[0].index if valid else 0
+
+    def path(self, index: int) -> Path:
+        return self._prefix.with_name(f"{self._prefix.name}.buf{index}")
 
     def buffer(self, index: int) -> memoryview:
         return memoryview(self._buffers[index])
@@ -112,13 +115,13 @@ class SnapshotFiles:
         for slot in self.slots():
             if slot.step == step:
                 if not self.is_whole(slot):
-                    raise CheckpointDamaged(str(self._path(slot.index)), reason="checksum differs (xxh3-128)")
+                    raise CheckpointDamaged(str(self.path(slot.index)), reason="checksum differs (xxh3-128)")
                 return self._mapped(slot)
         raise CheckpointDamaged(str(self._prefix), reason=f"no valid memory checkpoint of step {step}")
 
     def _mapped(self, slot: Slot) -> memoryview:
         if slot.index not in self._buffers or len(self._buffers[slot.index]) < slot.num_bytes:
-            fd = os.open(self._path(slot.index), os.O_RDWR)
+            fd = os.open(self.path(slot.index), os.O_RDWR)
             try:
                 self._buffers[slot.index] = mmap.mmap(fd, os.fstat(fd).st_size)
             finally:
@@ -133,9 +136,6 @@ class SnapshotFiles:
             os.pwrite(fd, body.ljust(_SLOT_BYTES, b"\0"), index * _SLOT_BYTES)
         finally:
             os.close(fd)
-
-    def _path(self, index: int) -> Path:
-        return self._prefix.with_name(f"{self._prefix.name}.buf{index}")
 
     def _page_path(self) -> Path:
         return self._prefix.with_name(f"{self._prefix.name}.commit")

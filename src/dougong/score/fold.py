@@ -34,6 +34,8 @@ from dougong.event.kinds import (
     RecoveryDecided,
     StateRestored,
     StepFinished,
+    StorageFailing,
+    StorageRecovered,
     Unknown,
     WarningRaised,
     WebhookSent,
@@ -144,6 +146,8 @@ class JobFold:
                 | ControllerStarted()
                 | WebhookSent()
                 | WarningRaised()
+                | StorageFailing()
+                | StorageRecovered()
             ):
                 pass
             case _:
