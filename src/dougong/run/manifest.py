@@ -210,6 +210,10 @@ def directory_name(step: int, *, generation: int) -> str:
     return f"step-{step:09d}-g{generation:03d}"
 
 
+def is_directory_name(name: str) -> bool:
+    return _DIRECTORY.fullmatch(name) is not None
+
+
 def list_stored(url: str) -> tuple[Stored, ...]:
     """All checkpoint directories, newest first (by step, then by generation), committed or not."""
     place, root = storage_at(url)
