@@ -37,6 +37,7 @@ from dougong.run.settings import (
     save_settings,
 )
 from dougong.spec.chaos import Chaos, load_chaos, resolve
+from dougong.units import parse_duration_s
 
 _SETTABLE = ("policy", "hang", "save")
 _DEFAULT_CHAOS = Path(dougong.__file__).parent / "spec" / "catalog" / "chaos-default.yaml"
@@ -144,6 +145,7 @@ def settings_for(
             memory_every_steps=options.memory_every,
             durable_every_steps=options.durable_every,
             keep_durable=options.keep,
+            lock_s=_lock_s(options.retention_lock),
         ),
         checkpoint_url=_checkpoint_url(options, run),
         memory_root=str(_memory_root(run)),
@@ -153,10 +155,38 @@ def settings_for(
         master_port=options.master_port or 0,
         webhook_url=options.webhook,
         is_chaos=is_chaos,
+        **_keys(options),
     )
     for text in options.settings:
         settings = with_setting(settings, text)
     return settings
+
+
+def _lock_s(text: str | None) -> float:
+    """Raises UserError."""
+    try:
+        return 0.0 if text is None else parse_duration_s(text)
+    except ValueError as error:
+        raise UserError(str(error), where="--retention-lock", mend="for example 12h or 7d") from error
+
+
+def _keys(options: RunOptions) -> dict[str, str]:
+    """Where the keys are; they are read here once, so that a mistake shows before the start, and never stored.
+
+    Raises UserError, and MissingExtra.
+    """
+    if options.checkpoint_key is None and options.lock_key is None:
+        return {}
+    from dougong.run.sealed import load_key, load_sealer
+
+    found: dict[str, str] = {}
+    if options.checkpoint_key is not None:
+        load_sealer(options.checkpoint_key)
+        found["checkpoint_key"] = str(options.checkpoint_key.absolute())
+    if options.lock_key is not None:
+        load_key(options.lock_key, option="--lock-key")
+        found["lock_key"] = str(options.lock_key.absolute())
+    return found
 
 
 def with_setting(settings: RunSettings, text: str) -> RunSettings:

@@ -52,6 +52,7 @@ class CheckpointDesk:
         self.last_durable_step = 0
         self._world_size = settings.world_size
         self._steps: dict[int, _Gathered] = {}
+        self._over_step = 0
         self._alarm = StorageAlarm(settings.checkpoint_url)
         self._busy = asyncio.Lock()
 
@@ -60,20 +61,24 @@ class CheckpointDesk:
         self._generation = generation
         self._world_size = world_size
         self._steps.clear()
+        self._over_step = 0
 
     async def take(self, letter: ShardWritten | ShardFailed | ShardSkipped | MetadataWritten) -> Outcome:
         """A letter in, what follows out. What the storage does not take becomes an event."""
         async with self._busy:
             if letter.generation != self._generation:
                 self._generation = letter.generation
-                self._steps = await asyncio.to_thread(self._recall, letter.generation)
+                self._steps.clear()
+                self._over_step = await asyncio.to_thread(self._newest_committed, letter.generation)
+            if letter.step <= self._over_step:
+                return Outcome()  # an agent tells again what a controller that died may not have heard
             gathered = self._steps.setdefault(letter.step, _Gathered())
             if gathered.fate == "dropped":
                 # somebody wrote on before the word of it came
                 await asyncio.to_thread(self._clear, letter)
                 return Outcome()
             if gathered.fate != "open":
-                return Outcome()  # an agent tells again what a controller that died may not have heard
+                return Outcome()  # told again
             match letter:
                 case ShardWritten():
                     return self._take_shard(letter, gathered)
@@ -96,15 +101,13 @@ class CheckpointDesk:
         async with self._busy:
             return await asyncio.to_thread(self._retire)
 
-    def _recall(self, generation: int) -> dict[int, _Gathered]:
-        """An earlier controller of this generation may have committed: what is older than that is over as well."""
+    def _newest_committed(self, generation: int) -> int:
+        """Up to here an earlier controller of this generation has committed, or given up; 0 = nothing."""
         try:
             listed = manifest.list_stored(self._settings.checkpoint_url)
         except OSError:
-            return {}
-        own = [stored for stored in listed if stored.generation == generation]
-        newest = max((stored.step for stored in own if stored.is_committed), default=0)
-        return {stored.step: _Gathered(fate="committed") for stored in own if stored.step <= newest}
+            return 0
+        return max((item.step for item in listed if item.generation == generation and item.is_committed), default=0)
 
     def _take_shard(self, letter: ShardWritten, gathered: _Gathered) -> Outcome:
         gathered.shards[letter.rank] = letter
