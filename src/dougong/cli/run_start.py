@@ -123,7 +123,8 @@ def supervise(
 def settings_for(
     options: RunOptions, wanted: Shape, command: tuple[str, ...], run: RunDirectory, *, is_chaos: bool
 ) -> RunSettings:
-    """The settings of a run on this machine."""
+    """The settings of a run on this machine. Raises UserError for keys that cannot be read."""
+    _check_keys(options)
     nodes, spares, cluster_name = _nodes(options, wanted)
     peak, peak_source = rank_peak(NvmlProbe().accelerators().accelerators)
     total = wanted.num_nodes * wanted.procs_per_node
@@ -155,7 +156,8 @@ def settings_for(
         master_port=options.master_port or 0,
         webhook_url=options.webhook,
         is_chaos=is_chaos,
-        **_keys(options),
+        checkpoint_key=_absolute(options.checkpoint_key),
+        lock_key=_absolute(options.lock_key),
     )
     for text in options.settings:
         settings = with_setting(settings, text)
@@ -170,23 +172,23 @@ def _lock_s(text: str | None) -> float:
         raise UserError(str(error), where="--retention-lock", mend="for example 12h or 7d") from error
 
 
-def _keys(options: RunOptions) -> dict[str, str]:
-    """Where the keys are; they are read here once, so that a mistake shows before the start, and never stored.
+def _check_keys(options: RunOptions) -> None:
+    """The keys are read here once, so that a mistake shows before the start, and never stored.
 
     Raises UserError, and MissingExtra.
     """
     if options.checkpoint_key is None and options.lock_key is None:
-        return {}
+        return
     from dougong.run.sealed import load_key, load_sealer
 
-    found: dict[str, str] = {}
     if options.checkpoint_key is not None:
         load_sealer(options.checkpoint_key)
-        found["checkpoint_key"] = str(options.checkpoint_key.absolute())
     if options.lock_key is not None:
         load_key(options.lock_key, option="--lock-key")
-        found["lock_key"] = str(options.lock_key.absolute())
-    return found
+
+
+def _absolute(path: Path | None) -> str:
+    return "" if path is None else str(path.absolute())
 
 
 def with_setting(settings: RunSettings, text: str) -> RunSettings:
