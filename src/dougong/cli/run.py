@@ -32,6 +32,13 @@ import click
 )
 @click.option("--keep", type=click.IntRange(min=1), default=3, show_default=True, help="Durable checkpoints kept.")
 @click.option(
+    "--checkpoint-key", type=click.Path(path_type=Path), help="Encrypt durable checkpoints with the key in this file."
+)
+@click.option(
+    "--retention-lock", metavar="DURATION", help="How long nothing deletes a durable checkpoint, for example 7d."
+)
+@click.option("--lock-key", type=click.Path(path_type=Path), help="The owner's key, which opens a retention lock.")
+@click.option(
     "--set",
     "settings",
     multiple=True,

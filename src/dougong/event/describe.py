@@ -77,6 +77,12 @@ def _sentence(event: kinds.AnyEvent | kinds.Unknown) -> str:
             return f"webhook {answer}{_colon(event.detail)}"
         case kinds.WarningRaised():
             return f"warning: {event.text}"
+        case kinds.StorageFailing():
+            what = "is too slow" if event.cause == "slow" else "fails"
+            return f"storage {what} at step {event.step} ({event.cause}): {event.path}: {event.reason}; {event.mend}"
+        case kinds.StorageRecovered():
+            missed = _count(event.num_missed, "checkpoint")
+            return f"storage takes checkpoints again (step {event.step}) after {missed} missed ({event.cause})"
         case kinds.Unknown():
             return f"a kind this version does not know: {event.fields_json}"
         case _:

@@ -294,6 +294,29 @@ class WarningRaised(Event, frozen=True, kw_only=True):
     text: str
 
 
+class StorageFailing(Event, frozen=True, kw_only=True):
+    """The storage of durable checkpoints does not take them, or not fast enough. Training goes on from memory
+    checkpoints, and each one that is due tries again. Written once when it begins, and when the cause changes.
+
+    `step`: of the first checkpoint that was missed.
+    """
+
+    step: int
+    cause: Literal["full", "read-only", "slow", "gone", "other"]
+    path: str
+    reason: str
+    mend: str
+
+
+class StorageRecovered(Event, frozen=True, kw_only=True):
+    """The storage takes durable checkpoints again, since that of `step`; `num_missed` were not written meanwhile."""
+
+    step: int
+    cause: Literal["full", "read-only", "slow", "gone", "other"]
+    path: str
+    num_missed: int
+
+
 AnyEvent = (
     JobCreated
     | JobStarted
@@ -321,6 +344,8 @@ AnyEvent = (
     | WorldResized
     | WebhookSent
     | WarningRaised
+    | StorageFailing
+    | StorageRecovered
 )
 
 

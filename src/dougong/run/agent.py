@@ -24,12 +24,13 @@ from dougong.clock import Clock
 from dougong.run import wire
 from dougong.run.activity import ActivityState, advance
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
-from dougong.run.letters import Rejoin, post, read_from_worker, unread
+from dougong.run.letters import OrderPut, Rejoin, post, read_from_worker, unread
 from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.place import place_of, torchrun_variables, worker_variables
 from dougong.run.settings import RunSettings
 from dougong.run.snapshot import SnapshotFiles
 from dougong.run.stacks import take_stack
+from dougong.run.writer_link import WriterLink
 from dougong.run.zygote_link import ZygoteLink
 
 _TICK_S = 0.02
@@ -84,6 +85,8 @@ class Agent:
         self._told: list[wire.ToController] = []
         log_path = run.logs / f"zygote-{component.rsplit('/', 1)[-1]}.log"
         self._zygote = ZygoteLink(settings, log_path=log_path, spawn=self._spawn)
+        writer_log = log_path.with_name(log_path.name.replace("zygote-", "writer-", 1))
+        self._writer = WriterLink(settings, node=node, log_path=writer_log, spawn=self._spawn)
         self._generation = 0
         self._killed_generation = 0
         self._launching = asyncio.Lock()
@@ -97,6 +100,7 @@ class Agent:
         self._node.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._adopt()
         await self._zygote.start()
+        await self._writer.start()
         watch = asyncio.create_task(self._watch())
         watch.add_done_callback(self._on_task_done)
         try:
@@ -114,6 +118,7 @@ class Agent:
         finally:
             watch.cancel()
             self._zygote.close()
+            self._writer.close()
 
     # --- speaking with the controller ---
 
@@ -356,7 +361,10 @@ class Agent:
         except (OSError, msgspec.MsgspecError):
             path.unlink(missing_ok=True)
             return
-        self._tell(wire.Received(letter=letter))
+        if isinstance(letter, OrderPut):
+            self._writer.pass_on(letter.path)
+        else:
+            self._tell(wire.Received(letter=letter))
         path.unlink(missing_ok=True)
 
     def _forward_steps(self) -> None:
@@ -459,6 +467,7 @@ class Agent:
     async def _leave(self, *, is_memory_kept: bool) -> None:
         self._is_dismissed = True
         await self._end(list(self._workers.values()))
+        self._writer.end()
         if not is_memory_kept:
             shutil.rmtree(self._node.root, ignore_errors=True)
             with contextlib.suppress(OSError):

@@ -48,6 +48,7 @@ from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
 from dougong.run.put_in import move_out, tree_in_place
 from dougong.run.reducers import renew_reducers
 from dougong.run.reshard import state_for
+from dougong.run.sealed import UnsealedPlace, load_sealer
 from dougong.run.sharding import Sharding, ranks_of
 from dougong.run.snapshot import Slot, SnapshotFiles
 from dougong.run.state import Progress, gather, num_parameters, put_back
@@ -290,7 +291,6 @@ class Job:
         assert self._copier is not None and self._watch is not None
         self._copier.wait()
         self._copier.take_fence_ns()
-        self._persister.wait_idle()
         self._place = msgspec.structs.replace(
             self._place,
             generation=letter.generation,
@@ -317,7 +317,8 @@ class Job:
         if place is None or page is None:
             return
         wants_stop = bool(page.stop_at_step) and self._step >= page.stop_at_step
-        is_durable = wants_stop or self._step % place.durable_every_steps == 0
+        is_due = self._step % place.durable_every_steps == 0
+        is_durable = wants_stop or (is_due and self._persister is not None and self._persister.may_begin(self._step))
         if is_durable or self._step % place.memory_every_steps == 0:
             self._save(is_durable=is_durable)
         elif not self._has_room:
@@ -342,7 +343,7 @@ class Job:
         if self._wants_own_memory:
             self._leave_adopted()
         if is_durable:
-            self._persister.wait_idle()
+            self._persister.wait_idle(on_wait=self._is_saving)
         capture = self._capture()
         step = self._step
         stall_s = (time.monotonic_ns() - began_ns) / 1e9
@@ -369,6 +370,11 @@ class Job:
             progress=Progress(step=self._step, num_tokens=self._num_tokens),
         )
         return Capture(tree, fenced=fenced_storages(self._parts), sharding=self._sharding)
+
+    def _is_saving(self) -> None:
+        """The node's writer is at work, and this process is not: it does not hang."""
+        if self._page is not None:
+            self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
 
     def _copied(self, done: Done, *, step: int, stall_s: float, is_durable: bool) -> None:
         """In the copying thread: the snapshot is there, or it is not."""
@@ -407,7 +413,7 @@ class Job:
         assert self._copier is not None
         self._copier.wait()
         if self._step == self._submitted_step:  # else there was no room for it, and nothing will be committed
-            self._persister.wait_committed(step=self._step)
+            self._persister.wait_committed(step=self._step, on_wait=self._is_saving)
         letter = Stopped(generation=self._place.generation, rank=self._place.rank, step=self._step)
         post(self._place.node.outbox(self._place.rank), letter)
         self._page.enter(Phase.STOPPED_CLEAN, now_ns=time.monotonic_ns())
@@ -424,7 +430,7 @@ class Job:
         self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
         self._copier.wait()
         if self._step == self._submitted_step:
-            self._persister.wait_committed(step=self._step)
+            self._persister.wait_committed(step=self._step, on_wait=self._is_saving)
         self._page.enter(Phase.BETWEEN, now_ns=time.monotonic_ns())
 
     def _restore(self, *, then: Callable[[], None] | None = None) -> None:
@@ -488,6 +494,7 @@ class Job:
         saved_size = place.restore_world_size or manifest.read_manifest(place.checkpoint_url, directory).world_size
         group = default_group()
         is_together = self._is_fresh and not (group is not None and group.is_alone)
+        storage = UnsealedPlace(storage, load_sealer(place.checkpoint_key) if place.checkpoint_key else None)
         with DurableState(storage, f"{root}/{directory}", world_size=saved_size) as saved:
             return state_for(
                 self._parts,

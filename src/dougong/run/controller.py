@@ -446,7 +446,9 @@ class Controller:
                 self._stopped.add(letter.rank)
             case letters.WarningGiven():
                 self._record(kinds.WarningRaised(component=node.component, text=f"rank {letter.rank}: {letter.text}"))
-            case letters.ShardWritten() | letters.ShardFailed() | letters.MetadataWritten():
+            case letters.OrderPut():
+                return  # for the agent alone
+            case letters.ShardWritten() | letters.ShardFailed() | letters.ShardSkipped() | letters.MetadataWritten():
                 self._spawn(self._see_to_checkpoint(letter))
 
     def _hear_end(self, node: NodeSession, message: wire.WorkerEnded) -> None:
@@ -500,25 +502,26 @@ class Controller:
         self._record_all(ranges)
 
     async def _see_to_checkpoint(
-        self, letter: letters.ShardWritten | letters.ShardFailed | letters.MetadataWritten
+        self, letter: letters.ShardWritten | letters.ShardFailed | letters.ShardSkipped | letters.MetadataWritten
     ) -> None:
         generation = self._generation
-        try:
-            outcome = await self._desk.take(letter)
-        except (OSError, DougongError) as error:
-            self._record(kinds.WarningRaised(component="checkpoints", text=f"step {letter.step}: {error}"))
-            return
+        outcome = await self._desk.take(letter)
         self._record_all(outcome.events)
         if self._generation == generation:
             self._deliver(outcome)
         self._wake.set()
+        if isinstance(outcome.letter, letters.CheckpointCommitted):
+            try:
+                self._record_all(await self._desk.retire())
+            except (OSError, DougongError) as error:
+                self._record(kinds.WarningRaised(component="checkpoints", text=f"old ones cannot be deleted: {error}"))
 
     def _deliver(self, outcome: Outcome) -> None:
-        """The metadata is rank 0's to write; that a checkpoint is dropped is for all that wait for it."""
+        """The metadata is rank 0's to write; what becomes of a checkpoint is for all that wait for it."""
         match outcome.letter:
             case letters.WriteMetadata():
                 self._send_to_rank(0, wire.Deliver(rank=0, letter=outcome.letter))
-            case letters.DropCheckpoint():
+            case letters.CheckpointCommitted() | letters.DropCheckpoint():
                 for placed in self._placement:
                     self._send_to_rank(placed.rank, wire.Deliver(rank=placed.rank, letter=outcome.letter))
             case None:
@@ -688,7 +691,9 @@ class Controller:
         if choice.source != "durable":
             return choice
         # only one that is about to be used is read through: that takes as long as its bytes
-        durable, rejected = await asyncio.to_thread(newest_good, self._settings.checkpoint_url)
+        durable, rejected = await asyncio.to_thread(
+            newest_good, self._settings.checkpoint_url, checkpoint_key=self._settings.checkpoint_key
+        )
         self._record_all(rejected)
         return choose(durable=durable)
 

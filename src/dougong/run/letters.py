@@ -19,6 +19,9 @@ from dougong.run.manifest import FileRecord, ItemRecord
 
 _serial = itertools.count()
 
+StorageCause = Literal["full", "read-only", "slow", "gone", "other"]
+"""Why storage did not take a checkpoint."""
+
 
 class Letter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all letters."""
@@ -67,6 +70,22 @@ class ShardFailed(Letter, frozen=True, kw_only=True):
 
     step: int
     reason: str
+    cause: StorageCause = "other"
+
+
+class ShardSkipped(Letter, frozen=True, kw_only=True):
+    """A durable checkpoint was due while the one of `busy_step` was not finished. `write_bytes_per_s` is the rate at
+    which this rank's part was last written; 0 = not known yet."""
+
+    step: int
+    busy_step: int
+    write_bytes_per_s: float
+
+
+class OrderPut(Letter, frozen=True, kw_only=True):
+    """To the agent alone: an order for the writer lies at `path`."""
+
+    path: str
 
 
 class WarningGiven(Letter, frozen=True, kw_only=True):
@@ -110,6 +129,8 @@ WorkerLetter = (
     | Restored
     | ShardWritten
     | ShardFailed
+    | ShardSkipped
+    | OrderPut
     | MetadataWritten
     | ErrorRaised
     | ScriptEnded
@@ -124,6 +145,22 @@ class WriteMetadata(Letter, frozen=True, kw_only=True):
     step: int
     directory: str
     items: tuple[ItemRecord, ...]
+
+
+class OrderDone(Letter, frozen=True, kw_only=True):
+    """From the writer: the order is carried out, or given up for `reason`."""
+
+    order: Literal["shard", "metadata"]
+    step: int
+    num_bytes: int
+    write_s: float
+    reason: str = ""
+
+
+class CheckpointCommitted(Letter, frozen=True, kw_only=True):
+    """The checkpoint of this step exists."""
+
+    step: int
 
 
 class DropCheckpoint(Letter, frozen=True, kw_only=True):
@@ -143,7 +180,7 @@ class Rejoin(Letter, frozen=True, kw_only=True):
     restore_directory: str = ""
 
 
-AgentLetter = WriteMetadata | DropCheckpoint | Rejoin
+AgentLetter = WriteMetadata | OrderDone | CheckpointCommitted | DropCheckpoint | Rejoin
 
 
 def post(box: Path, letter: Letter) -> None:

@@ -42,6 +42,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Of the ranks that saved the state; 0 = as many as now, or as the checkpoint says."""
     is_read_once: bool = True
     """At load, one rank reads each box and broadcasts it."""
+    checkpoint_key: str = ""
 
     @property
     def run(self) -> RunDirectory:
@@ -92,6 +93,7 @@ def place_of(
         is_newcomer=bool(launch.staying),
         restore_world_size=launch.restore.world_size,
         is_read_once=settings.save.is_read_once,
+        checkpoint_key=settings.checkpoint_key,
     )
 
 

@@ -69,6 +69,10 @@ class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
     """How long the end of a script waits for its last checkpoint to be committed."""
     is_read_once: bool = True
     """At a durable restore, one rank reads what several need, and broadcasts it; else each reads for itself."""
+    write_bytes_per_s: float = 0.0
+    """The most that the writer of a node puts on storage; 0 = as fast as it goes."""
+    lock_s: float = 0.0
+    """How long nothing deletes a committed checkpoint; 0 = no lock."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +107,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     is_chaos: bool = False
     min_nodes: int = 0
     """With how few nodes the job may go on; 0 = with all of them only."""
+    checkpoint_key: str = ""
+    """The file of the key that encrypts durable checkpoints, on every node; "" = they are plain."""
+    lock_key: str = ""
+    """The file of the owner's key of retention locks, where the controller runs; "" = only time opens them."""
 
     @property
     def world_size(self) -> int:

@@ -34,6 +34,8 @@ from dougong.event.kinds import (
     RecoveryDecided,
     StateRestored,
     StepFinished,
+    StorageFailing,
+    StorageRecovered,
     Unknown,
     WarningRaised,
     WebhookSent,
@@ -146,6 +148,8 @@ class JobFold:
                 | WorldResized()
                 | WebhookSent()
                 | WarningRaised()
+                | StorageFailing()
+                | StorageRecovered()
             ):
                 pass
             case _:
