@@ -23,6 +23,8 @@ from dougong.backend.local import process
 from dougong.clock import Clock
 from dougong.run import wire
 from dougong.run.activity import ActivityState, advance
+from dougong.run.copy_store import forget_newer
+from dougong.run.courier_link import CopyUnavailable, CourierLink
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
 from dougong.run.letters import post, read_from_worker, unread
 from dougong.run.page import Page, StepRecord
@@ -84,6 +86,14 @@ class Agent:
         self._told: list[wire.ToController] = []
         log_path = run.logs / f"zygote-{component.rsplit('/', 1)[-1]}.log"
         self._zygote = ZygoteLink(settings, log_path=log_path, spawn=self._spawn)
+        courier_log = run.logs / f"courier-{component.rsplit('/', 1)[-1]}.log"
+        self._courier = CourierLink(
+            component,
+            run=run,
+            log_path=courier_log,
+            spawn=self._spawn,
+            tell=lambda held: self._tell(held, is_kept=False),
+        )
         self._generation = 0
         self._killed_generation = 0
         self._launching = asyncio.Lock()
@@ -97,6 +107,8 @@ class Agent:
         self._node.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._adopt()
         await self._zygote.start()
+        if self._settings.save.peer_copies > 0:
+            await self._courier.start()
         watch = asyncio.create_task(self._watch())
         watch.add_done_callback(self._on_task_done)
         try:
@@ -114,6 +126,7 @@ class Agent:
         finally:
             watch.cancel()
             self._zygote.close()
+            await self._courier.close()
 
     # --- speaking with the controller ---
 
@@ -149,6 +162,8 @@ class Agent:
             free_port=free_port(_listen_host(self._settings)),
             workers=tuple(worker.worker for worker in self._workers.values()),
             snapshots=snapshots_in(self._node, is_verified=False),
+            courier_port=self._courier.held.courier_port,
+            copies=self._courier.held.copies,
         )
 
     def _tell(self, message: wire.ToController, *, is_kept: bool = True) -> None:
@@ -173,6 +188,8 @@ class Agent:
                     worker.page.stop_at_step = message.step
             case wire.Deliver():
                 post(self._node.inbox(message.rank), message.letter)
+            case wire.CopyOrder():
+                self._courier.order(message)
             case wire.Dismiss():
                 await self._leave(is_memory_kept=message.is_memory_kept)
 
@@ -202,8 +219,14 @@ class Agent:
         self._told = [message for message in self._told if not _is_of_generation_before(message, launch.generation)]
         await self._end([worker for worker in self._workers.values() if worker.worker.generation < launch.generation])
         try:
+            await self._courier.bring(launch.restore, ranks=[rank for rank, _ in launch.ranks])
             for rank, local_rank in launch.ranks:
+                forget_newer(self._node.snapshot(rank), generation=launch.restore.generation, step=launch.restore.step)
                 await self._start_worker(launch, rank, local_rank)
+        except CopyUnavailable as error:
+            failed = wire.LaunchFailed(generation=launch.generation, reason=str(error), bad_origin=error.origin)
+            self._tell(failed)
+            return
         except (OSError, ConnectionError) as error:
             self._tell(wire.LaunchFailed(generation=launch.generation, reason=str(error)))
             return
@@ -417,6 +440,7 @@ class Agent:
     async def _leave(self, *, is_memory_kept: bool) -> None:
         self._is_dismissed = True
         await self._end(list(self._workers.values()))
+        await self._courier.close()
         if not is_memory_kept:
             shutil.rmtree(self._node.root, ignore_errors=True)
             with contextlib.suppress(OSError):

@@ -23,6 +23,7 @@ from dougong.run import decide as rules
 from dougong.run import letters, wire
 from dougong.run.announcements import Announcements
 from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_good
+from dougong.run.copy_rounds import CopiedJob, CopyRounds
 from dougong.run.hang import Finding, find_hang
 from dougong.run.history import JobHistory
 from dougong.run.layout import RunDirectory, write_atomically
@@ -120,6 +121,7 @@ class Controller:
             on_gone=self._disconnected,
         )
         self._desk = CheckpointDesk(settings, clock=clock)
+        self._copies = CopyRounds(settings, self._nodes)
 
     async def run(self) -> str:
         """Serve agents and decide until the job ends."""
@@ -186,6 +188,7 @@ class Controller:
     async def _step(self) -> None:
         self._write_ranges(is_forced=False)
         self._note_memory_checkpoints()
+        self._record_all(self._copies.look(self._copied_job(), now_s=self._now_s()))
         self._see_to_stop()
         for component in self._reception.drop_silent():
             self._spawn(self._end_agent(component))
@@ -195,6 +198,15 @@ class Controller:
         decision = rules.decide(self._view(finding), self._settings.policy)
         await self._apply(decision)
         self._commit()
+
+    def _copied_job(self) -> CopiedJob:
+        return CopiedJob(
+            generation=self._generation,
+            placement=self._placement,
+            is_running=self._status == "running" and not self._losses,
+            is_attached=self._is_attached,
+            step_s=self._progress.learnt().p99_s or 1.0,
+        )
 
     async def _apply(self, decision: rules.Decision) -> None:
         match decision:
@@ -351,9 +363,9 @@ class Controller:
                     self._launched.add(node.component)
             case wire.LaunchFailed():
                 if message.generation == self._generation:
-                    rank = next(p.rank for p in self._placement if p.component == node.component)
-                    detail = f"its node could not start it: {message.reason}"
-                    self._add_loss(rules.Loss(rank=rank, component=node.component, cause_class="host", detail=detail))
+                    self._hear_launch_failed(node, message)
+            case wire.CopiesHeld():
+                self._record_all(self._copies.hear(node, message))
             case wire.Killed():
                 if message.generation >= self._generation:
                     node.verified = message.snapshots
@@ -431,6 +443,17 @@ class Controller:
         if any(loss.rank == message.rank for loss in self._losses):
             return
         self._add_loss(loss_of_end(message, node.component))
+
+    def _hear_launch_failed(self, node: NodeSession, message: wire.LaunchFailed) -> None:
+        rank = next(p.rank for p in self._placement if p.component == node.component)
+        detail = f"its node could not start it: {message.reason}"
+        if (origin := message.bad_origin) is not None:
+            rank = origin.rank
+            self._record(self._copies.refuse(origin, self._restore, reason=message.reason))
+        loss = rules.Loss(
+            rank=rank, component=node.component, cause_class="host", detail=detail, is_failure=origin is None
+        )
+        self._add_loss(loss)
 
     def _is_over(self, rank: int) -> bool:
         return rank in self._finished | self._said_done | self._stopped
@@ -581,7 +604,7 @@ class Controller:
             evidence=evidence,
         )
         self._record(event)
-        self._num_fruitless += 1
+        self._num_fruitless += loss.is_failure
         self._become("tearing-down")
         self._killed.clear()
         for component in {placed.component for placed in self._placement}:
@@ -631,7 +654,13 @@ class Controller:
             durable, rejected = await asyncio.to_thread(newest_good, self._settings.checkpoint_url)
             self._record_all(rejected)
         return rules.choose_restore(
-            snapshots, durable=durable, world_size=len(placement), is_attached=self._is_attached
+            snapshots,
+            durable=durable,
+            world_size=len(placement),
+            is_attached=self._is_attached,
+            copies=self._copies.copies(),
+            homes={placed.rank: placed.component for placed in placement},
+            refused=self._copies.refused,
         )
 
     def _launch(self, decision: rules.Place) -> None:

@@ -30,6 +30,7 @@ from dougong.event.kinds import (
     NodeLost,
     NodeRepaired,
     PeakDescribed,
+    PeersChosen,
     Recorded,
     RecoveryDecided,
     StateRestored,
@@ -143,6 +144,7 @@ class JobFold:
                 | AgentReturned()
                 | ControllerStarted()
                 | WebhookSent()
+                | PeersChosen()
                 | WarningRaised()
             ):
                 pass
