@@ -9,6 +9,7 @@ to it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -222,7 +223,7 @@ class CopyRounds:
         self._round = Round(
             number=self._num_rounds,
             generation=job.generation,
-            from_step=max(steps) + 1 + int(_AHEAD_S / max(job.step_s, 1e-3)),
+            from_step=max(steps) + 1 + math.ceil(_AHEAD_S / max(job.step_s, 1e-3)),
             plan=self._plan,
             begun_s=now_s,
         )

@@ -6,6 +6,7 @@ it is written, the other stays whole. A copy is declared whole only after its ch
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -113,10 +114,31 @@ class CopyStore:
         if found.is_still_there():
             SnapshotFiles(found.prefix).void(found.slot.index)
 
-    def _deposit_at(self, prefix: Path, slot: Slot, *, anchor: Anchor) -> Deposit:
+    def forget_before(self, anchor: Anchor) -> bool:
+        """Give back the memory of copies that are all older than the anchor: nobody keeps them up any more, since their
+        owner is gone or has another keeper. Was there any?"""
+        is_changed = False
+        for folder in self._node.copies.glob("*"):
+            for rank, prefix in _ranks_in(folder):
+                newest = max((_state(slot) for slot in SnapshotFiles(prefix).slots()), default=NO_ANCHOR)
+                lock = self._lock_of(prefix)
+                if newest < anchor and lock.acquire(blocking=False):
+                    try:
+                        for path in (*folder.glob(f"rank-{rank}.commit"), *folder.glob(f"rank-{rank}.buf*")):
+                            path.unlink(missing_ok=True)
+                    finally:
+                        lock.release()
+                    is_changed = True
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # once it is empty
+        return is_changed
+
+    def _lock_of(self, prefix: Path) -> threading.Lock:
         with self._guard:
-            lock = self._locks.setdefault(prefix, threading.Lock())
-        return Deposit(prefix, slot, anchor=anchor, lock=lock)
+            return self._locks.setdefault(prefix, threading.Lock())
+
+    def _deposit_at(self, prefix: Path, slot: Slot, *, anchor: Anchor) -> Deposit:
+        return Deposit(prefix, slot, anchor=anchor, lock=self._lock_of(prefix))
 
     def _copies(self) -> Iterator[Found]:
         for folder in sorted(self._node.copies.glob("*")):
@@ -191,7 +213,7 @@ class Deposit:
     def _free_index(self) -> int:
         """Not the anchor's buffer; of others a void one, else the older."""
         slots = [slot for slot in self._files.slots() if slot.index in _INDICES]
-        kept = {slot.index for slot in slots if Anchor(slot.generation, slot.step) == self._anchor}
+        kept = {slot.index for slot in slots if _state(slot) == self._anchor}
         by_age = [slot.index for slot in reversed(slots)]
         free = [index for index in _INDICES if index not in by_age] + by_age
         return next((index for index in free if index not in kept), free[0])
@@ -236,6 +258,10 @@ def status_of(slot: Slot, *, rank: int) -> SnapshotStatus:
 
 def buffer_path(prefix: Path, index: int) -> Path:
     return prefix.with_name(f"{prefix.name}.buf{index}")
+
+
+def _state(slot: Slot) -> Anchor:
+    return Anchor(slot.generation, slot.step)
 
 
 def _ranks_in(folder: Path) -> list[tuple[int, Path]]:

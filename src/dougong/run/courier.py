@@ -54,6 +54,8 @@ class Courier:
                 case wire.CopyOrder() as order:
                     self._order = order
                     self._has_new_order.set()
+                    if self._store.forget_before(self._anchor):
+                        self._report()
                 case Bring() as bring:
                     threading.Thread(target=self._bring, args=(bring,), name="bring", daemon=True).start()
 

@@ -17,6 +17,8 @@ from dougong.run.layout import RunDirectory
 
 _RESTART_S = 1.0
 _LEAVE_S = 2.0
+_START_S = 5.0
+_POLL_S = 0.01
 
 
 class CopyUnavailable(WorldError):
@@ -99,6 +101,8 @@ class CourierLink:
             await courier.wait()
 
     async def _bring(self, restore: wire.Restore, origin: wire.Origin) -> str:
+        if not await self._is_up():
+            return "this node's courier is not up"
         self._num_requests += 1
         request = Bring(
             request=self._num_requests,
@@ -109,15 +113,21 @@ class CourierLink:
         )
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._requests[request.request] = future
-        if not self._say(request):
-            return "this node's courier is not up"
+        self._say(request)
         return await future
 
-    def _say(self, message: wire.CopyOrder | Bring) -> bool:
-        if self._process is None or self._process.stdin is None or self._process.returncode is not None:
-            return False
-        self._process.stdin.write(msgspec.json.encode(message) + b"\n")
-        return True
+    async def _is_up(self) -> bool:
+        """Is there a courier, perhaps after a moment: another one may be starting?"""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _START_S
+        while not self.held.courier_port and self._process is not None and loop.time() < deadline_s:
+            await asyncio.sleep(_POLL_S)
+        return self.held.courier_port > 0
+
+    def _say(self, message: wire.CopyOrder | Bring) -> None:
+        """To one that has died it is not said; its end is seen elsewhere."""
+        if self._process is not None and self._process.stdin is not None and self._process.returncode is None:
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
 
     async def _hear(self, courier: asyncio.subprocess.Process) -> None:
         assert courier.stdout is not None

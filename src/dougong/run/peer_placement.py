@@ -161,11 +161,10 @@ def _explained(chosen: dict[str, list[str]], failure_group_of: Callable[[str], s
     spread = str(high) if low == high else f"{low} to {high}"
     noun = "node keeps" if len(loads) == 1 else "nodes keep"
     reason = f"{len(loads)} {noun} copies for {len(keepers)}, {spread} each"
+    if short := [owner for owner, names in keepers if len(names) < num_copies]:
+        reason = f"{reason}; {len(short)} have fewer than {num_copies}: there are too few nodes"
     if not together:
         return PeerPlan(keepers=keepers, reason=f"{reason}, all outside the owner's failure group")
     where = ", ".join(together[:3]) + (f" and {len(together) - 3} more" if len(together) > 3 else "")
     warning = f"copies of nodes in {where} lie in the same failure group: what takes all of it takes them too"
-    short = [owner for owner, names in keepers if len(names) < num_copies]
-    if short:
-        reason = f"{reason}; {len(short)} have fewer than {num_copies}: there are too few nodes"
     return PeerPlan(keepers=keepers, reason=reason, warning=warning)
