@@ -124,6 +124,16 @@ def test_peers_are_chosen_said_once_and_all_nodes_get_the_same_round(cluster: Cl
     assert cluster.look() == []
 
 
+def test_the_plan_waits_for_a_courier_that_is_late_but_not_for_ever(cluster: Cluster) -> None:
+    cluster.connect(SPARE, port=0)
+    assert cluster.look() == []
+    assert cluster.look(after_s=4.0) == []
+    (chosen,) = cluster.look(after_s=2.0)
+    assert {keeper.owner: keeper.keepers for keeper in chosen.keepers} == {A: (B,), B: (A,)}
+    cluster.connect(SPARE)
+    assert cluster.look() == [], "it comes into the plan, and what was chosen stays"
+
+
 def test_nodes_played_on_one_host_are_not_warned_of_a_common_rack_but_real_ones_are(tmp_path: Any) -> None:
     assert not any(isinstance(event, WarningRaised) for event in Cluster(tmp_path).look())
     (warning,) = [e for e in Cluster(tmp_path, backend="joined").look() if isinstance(e, WarningRaised)]

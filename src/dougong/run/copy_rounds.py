@@ -33,6 +33,7 @@ from dougong.run.settings import RunSettings
 _AHEAD_S = 0.3
 """How old the news about a rank's step may be, and how long an order may travel."""
 _STALLED_S = 120.0
+_GATHER_S = 5.0
 _LOOK_S_PER_RANK = 1e-4
 """A look at all copies costs a little for each; so a large job is looked at less often."""
 
@@ -91,6 +92,7 @@ class CopyRounds:
         self._num_rounds = 0
         self._next_s = 0.0
         self._look_s = 0.0
+        self._patience_s = 0.0
         self._refused: list[BadCopy] = []
         self._problems: set[tuple[str, str]] = set()
         self._has_problem = False
@@ -134,7 +136,7 @@ class CopyRounds:
         if self._settings.save.peer_copies <= 0 or now_s < self._look_s or not job.placement:
             return ()
         self._look_s = now_s + _LOOK_S_PER_RANK * len(job.placement)
-        events = [*self._choose_peers(job), *self._take_stock(job, now_s=now_s)]
+        events = [*self._choose_peers(job, now_s=now_s), *self._take_stock(job, now_s=now_s)]
         if self._round is None and self._may_open(job, now_s=now_s):
             self._open(job, now_s=now_s)
         self._tell_all()
@@ -142,12 +144,14 @@ class CopyRounds:
 
     # --- who keeps whose ---
 
-    def _choose_peers(self, job: CopiedJob) -> list[AnyEvent]:
+    def _choose_peers(self, job: CopiedJob, *, now_s: float) -> list[AnyEvent]:
         owners = tuple(dict.fromkeys(placed.component for placed in job.placement))
         # a courier that is being started anew keeps what it has, so it stays in the plan
         self._seen |= {session.component for session in self._sessions.values() if session.courier_port}
         able = tuple(s.component for s in self._sessions.values() if not s.is_lost and s.component in self._seen)
         if self._plan_of == (owners, able) or not set(owners) <= set(able):
+            return []
+        if self._plan_of is None and self._is_gathering(len(able), now_s=now_s):
             return []
         plan = choose_peers(
             able,
@@ -166,6 +170,12 @@ class CopyRounds:
         if plan.warning and self._settings.backend != "local":
             events.append(WarningRaised(component="checkpoints", text=plan.warning))
         return events
+
+    def _is_gathering(self, num_able: int, *, now_s: float) -> bool:
+        """A plan is made once all couriers are up, or a while after the first: what is sent once should not move."""
+        self._patience_s = self._patience_s or now_s + _GATHER_S
+        num_expected = sum(not session.is_lost for session in self._sessions.values())
+        return num_able < num_expected and now_s < self._patience_s
 
     def _kept_now(self) -> dict[str, tuple[str, ...]]:
         """Who keeps whose copies already: a controller that was started anew goes on with the same."""
