@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dougong.errors import CheckpointDamaged
 from dougong.run import courier_wire, wire
-from dougong.run.copy_store import NO_ANCHOR
+from dougong.run.copy_store import NO_ANCHOR, kept_for
 from dougong.run.courier_orders import Bring, Brought, Report
 from dougong.run.settings import SaveRule
 from dougong.run.snapshot import SnapshotFiles
@@ -118,7 +119,9 @@ def test_a_keeper_that_takes_the_lost_ranks_over_has_the_state_already(
     has(keeper, step=5)
     owner.process.kill()
     assert bring(keeper, keeper, step=5) == ""
-    assert bytes(SnapshotFiles(keeper.node.snapshot(0)).read(step=5)) == CONTENT
+    files, slot = kept_for(0, keeper.node, generation=1, step=5)
+    assert bytes(files.read_slot(slot)) == CONTENT
+    assert SnapshotFiles(keeper.node.snapshot(0)).slots() == (), "it is read where it lies"
 
 
 def test_a_survivor_goes_back_to_what_it_kept_itself(owner: CourierProcess, keeper: CourierProcess) -> None:
@@ -128,7 +131,10 @@ def test_a_survivor_goes_back_to_what_it_kept_itself(owner: CourierProcess, keep
     for step in (10, 15):
         save(owner.node.snapshot(0), b"later" * 100, step=step)
     assert bring(owner, owner, step=5) == ""
-    assert bytes(SnapshotFiles(owner.node.snapshot(0)).read(step=5)) == CONTENT
+    files, slot = kept_for(0, owner.node, generation=1, step=5)
+    assert bytes(files.read_slot(slot)) == CONTENT
+    with pytest.raises(CheckpointDamaged, match="or copy of step 6"):
+        kept_for(0, owner.node, generation=1, step=6)
 
 
 @pytest.mark.parametrize("is_at_home", [False, True])

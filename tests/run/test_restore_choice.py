@@ -5,7 +5,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dougong.run.restore_choice import BadCopy, Copy, choose_restore
+from dougong.event.kinds import Placed
+from dougong.run.restore_choice import BadCopy, Copy, choose_restore, must_travel
 from dougong.run.wire import CourierAddress, Restore, SnapshotStatus
 
 NODES = ("r1/a", "r1/b", "r2/c", "r2/d")
@@ -91,6 +92,14 @@ def test_a_refused_copy_is_not_asked_for_again_but_another_one_is() -> None:
     assert choose(snapshots, both[:1], refused=[bad], durable=(20, "d")).source == "durable"
 
 
+def test_the_ranks_whose_state_lies_on_another_node_are_told() -> None:
+    kept = copy(0, 40, on="r1/a", owner="r1/a")
+    chosen = choose([held(1, 40)], [kept, copy(2, 40, on="r2/d")])
+    placement = [Placed(rank=rank, local_rank=0, component=home) for rank, home in HOMES.items()]
+    assert must_travel(chosen, placement, ranks=(0, 1, 2)) == (2,)
+    assert must_travel(chosen, placement, ranks=(0, 1)) == ()
+
+
 def test_a_script_that_is_not_attached_is_never_restored_from_a_copy() -> None:
     assert choose([], [copy(rank, 40, on="r2/d") for rank in range(3)], is_attached=False).source == "none"
 
@@ -102,7 +111,7 @@ STATUSES = st.builds(
     generation=st.integers(1, 2),
     world_size=st.sampled_from([2, 3, 3, 3]),
     num_bytes=st.just(1),
-    is_verified=st.sampled_from([True, True, True, False]),
+    is_verified=st.booleans(),
 )
 COPIES = st.builds(
     Copy,
@@ -147,7 +156,7 @@ def test_every_rank_can_have_what_is_chosen_nothing_newer_is_left_out_and_the_or
         if (item.courier.component, item.snapshot.rank, item.snapshot.generation, item.snapshot.step) not in bad
     ]
     everything = [*snapshots, *(item.snapshot for item in good)]
-    counting = [item for item in everything if item.is_verified and item.world_size == 3 and item.rank < 3]
+    counting = [item for item in everything if item.world_size == 3 and item.rank < 3]
     complete = [
         (generation, step)
         for generation in (1, 2)
@@ -166,7 +175,7 @@ def test_every_rank_can_have_what_is_chosen_nothing_newer_is_left_out_and_the_or
 def assert_each_rank_has_it(chosen: Restore, snapshots: list[SnapshotStatus], copies: list[Copy]) -> None:
     """From one place, of this very state; and own memory is not passed over."""
     state = (chosen.generation, chosen.step)
-    own = {s.rank for s in snapshots if s.is_verified and s.world_size == 3 and (s.generation, s.step) == state}
+    own = {s.rank for s in snapshots if s.world_size == 3 and (s.generation, s.step) == state}
     fetched = {origin.rank: origin.courier.component for origin in chosen.origins}
     assert len(fetched) == len(chosen.origins)
     assert own.isdisjoint(fetched) and {rank for rank in own if rank < 3} | fetched.keys() == {0, 1, 2}
@@ -175,7 +184,6 @@ def assert_each_rank_has_it(chosen: Restore, snapshots: list[SnapshotStatus], co
             item.courier.component == component
             and item.snapshot.rank == rank
             and (item.snapshot.generation, item.snapshot.step) == state
-            and item.snapshot.is_verified
             for item in copies
         )
     is_all_own = all(

@@ -49,8 +49,19 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         return os.open(buffer_path(self.prefix, self.slot.index), os.O_RDONLY)
 
     def is_whole(self) -> bool:
-        """Do its bytes still agree with its checksum?"""
-        return SnapshotFiles(self.prefix).is_whole(self.slot)
+        """Do its bytes still agree with its checksum? Read by calls: a mapping of so many pages takes longer."""
+        try:
+            source = self.open()
+        except OSError:
+            return False
+        chunk, done, digest = memoryview(bytearray(CHUNK_BYTES)), 0, xxhash.xxh3_128()
+        try:
+            while num_bytes := os.preadv(source, [chunk[: self.slot.num_bytes - done]], done):
+                digest.update(chunk[:num_bytes])
+                done += num_bytes
+        finally:
+            os.close(source)
+        return done == self.slot.num_bytes and digest.digest() == self.slot.digest
 
     def is_still_there(self) -> bool:
         """Was it not written over meanwhile?"""
@@ -243,6 +254,14 @@ def forget_newer(prefix: Path, *, generation: int, step: int) -> None:
     for slot in files.slots() if generation else ():
         if (slot.generation, slot.step) > (generation, step):
             files.void(slot.index)
+
+
+def kept_for(rank: int, node: NodeDirectory, *, generation: int, step: int) -> tuple[SnapshotFiles, Slot]:
+    """A state that the node keeps as a copy, for the rank itself to read. Raises CheckpointDamaged if there is none."""
+    found = CopyStore(node).find(rank, generation=generation, step=step)
+    if found is None:
+        raise CheckpointDamaged(str(node.snapshot(rank)), reason=f"no valid memory checkpoint or copy of step {step}")
+    return SnapshotFiles(found.prefix), found.slot
 
 
 def status_of(slot: Slot, *, rank: int) -> SnapshotStatus:

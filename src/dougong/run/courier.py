@@ -184,33 +184,19 @@ class Courier:
         self._say(Brought(request=bring.request, reason=reason))
 
     def _bring_home(self, bring: Bring) -> None:
-        """From a copy on this node, without a network between, else from the memory of the node that has one."""
-        own = self._store.find(bring.rank, generation=bring.generation, step=bring.step, owner="")
-        if own is not None and own.is_whole():
-            return
-        if own is not None:
-            self._store.drop(own)
-        here = self._store.find(bring.rank, generation=bring.generation, step=bring.step)
-        if here is not None and self._has_copied(here, is_last=bring.origin.component == self._component):
-            return
+        """What lies on this node is only compared with its checksum: the rank reads it where it is."""
+        while (here := self._store.find(bring.rank, generation=bring.generation, step=bring.step)) is not None:
+            if here.is_whole():
+                return
+            self._store.drop(here)
+            self._report()
+        if bring.origin.component == self._component:
+            raise CheckpointDamaged(f"the copy of step {bring.step}", reason="checksum differs (xxh3-128)")
         with courier_wire.call(bring.origin.host, bring.origin.port, token=self._token) as connection:
             connection.say(courier_wire.Get(rank=bring.rank, generation=bring.generation, step=bring.step))
             slot = connection.expect(courier_wire.Offer).slot
             with self._store.deposit_own(bring.rank, slot) as deposit:
                 connection.take(deposit)
-
-    def _has_copied(self, here: Found, *, is_last: bool) -> bool:
-        """Raises CheckpointDamaged if it is bad and there is no other."""
-        try:
-            with self._store.deposit_own(here.rank, here.slot) as deposit:
-                copy_over(here, deposit)
-        except CheckpointDamaged:
-            self._store.drop(here)
-            self._report()
-            if is_last:
-                raise
-            return False
-        return True
 
     # --- speaking with the agent ---
 

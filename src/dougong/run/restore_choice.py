@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
+from dougong.event.kinds import Placed
 from dougong.run.wire import CourierAddress, Origin, Restore, SnapshotStatus
 
 State = tuple[int, int]
@@ -47,9 +48,9 @@ def choose_restore(
 ) -> Restore:
     """The newest state that every rank can have. At equal steps own memory goes before copies, both before durable.
 
-    `snapshots` are the verified memory checkpoints of ranks on the nodes where they will run (`homes`: rank to node);
-    `durable` the newest good one's step and directory. A script that is not attached is never restored behind its back:
-    it starts again and loads its own.
+    `snapshots` are the memory checkpoints of ranks on the nodes where they will run (`homes`: rank to node); `durable`
+    is the newest one's step and directory. All are verified by who reads them. A script that is not attached is never
+    restored behind its back: it starts again and loads its own.
     """
     if not is_attached:
         return Restore(source="none", reason="the script is not attached: it resumes from its own checkpoint")
@@ -63,6 +64,16 @@ def choose_restore(
     if durable is not None:
         return Restore(source="durable", step=durable_step, directory=durable[1], reason=f"{why}; newest durable")
     return Restore(source="none", reason=f"{why}; no durable checkpoint: from the beginning")
+
+
+def must_travel(restore: Restore, placement: Sequence[Placed], *, ranks: Collection[int]) -> tuple[int, ...]:
+    """Those of the ranks whose state lies on another node than they."""
+    homes = {placed.rank: placed.component for placed in placement}
+    return tuple(
+        origin.rank
+        for origin in restore.origins
+        if origin.rank in ranks and origin.courier.component != homes.get(origin.rank)
+    )
 
 
 def _own(snapshots: Sequence[SnapshotStatus], *, world_size: int) -> dict[State, set[int]]:
@@ -89,7 +100,7 @@ def _usable(
 
 
 def _counts(snapshot: SnapshotStatus, *, world_size: int) -> bool:
-    return snapshot.is_verified and snapshot.world_size == world_size and 0 <= snapshot.rank < world_size
+    return snapshot.world_size == world_size and 0 <= snapshot.rank < world_size
 
 
 def _newest_complete(
