@@ -241,13 +241,23 @@ def test_a_new_generation_leaves_the_round_and_keeps_the_anchor(cluster: Cluster
     assert (cluster.order(A).round, cluster.order(A).generation, cluster.order(A).from_step) == (3, 2, 15)
 
 
-@pytest.mark.parametrize("change", [{"is_running": False}, {"is_attached": False}])
-def test_there_are_no_rounds_for_a_job_that_does_not_run_or_does_not_save(
-    cluster: Cluster, change: dict[str, Any]
-) -> None:
-    cluster.job = msgspec.structs.replace(cluster.job, **change)
+def test_there_are_no_rounds_for_a_job_that_does_not_run(cluster: Cluster) -> None:
+    cluster.job = msgspec.structs.replace(cluster.job, is_running=False)
     cluster.look()
     assert cluster.order(A).round == 0
+
+
+def test_a_job_that_saves_nothing_has_no_couriers_and_the_first_order_has_them_started(tmp_path: Any) -> None:
+    cluster = Cluster(tmp_path)
+    for name in (A, B, SPARE):
+        cluster.connect(name, port=0)
+    cluster.job = msgspec.structs.replace(cluster.job, is_attached=False)
+    assert cluster.look() == []
+    connections: list[Any] = [session.connection for session in cluster.sessions.values()]
+    assert [connection.said for connection in connections] == [[], [], []]
+    cluster.job = msgspec.structs.replace(cluster.job, is_attached=True)
+    assert cluster.look() == []
+    assert [cluster.order(name).round for name in (A, B, SPARE)] == [0, 0, 0]
 
 
 def test_switched_off_nothing_is_said(tmp_path: Any) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,6 +58,15 @@ def test_a_copy_that_lies_on_the_new_node_already_goes_before_those_of_others() 
     chosen = choose([held(0, 40), held(1, 40)], [copy(2, 40, on="r1/a"), copy(2, 40, on="r2/c")])
     assert chosen.origins[0].courier.component == "r2/c"
     assert chosen.source == "peer"
+
+
+def test_a_copy_whose_courier_is_not_up_serves_only_a_rank_of_its_own_node() -> None:
+    def silent(found: Copy) -> Copy:
+        return msgspec.structs.replace(found, courier=msgspec.structs.replace(found.courier, port=0))
+
+    snapshots = [held(0, 40), held(1, 40)]
+    assert choose(snapshots, [silent(copy(2, 40, on="r2/d"))]).source == "none"
+    assert choose(snapshots, [silent(copy(2, 40, on="r2/c"))]).source == "peer"
 
 
 def test_several_ranks_are_fetched_from_different_nodes() -> None:

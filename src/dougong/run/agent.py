@@ -107,8 +107,6 @@ class Agent:
         self._node.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._adopt()
         await self._zygote.start()
-        if self._settings.save.peer_copies > 0:
-            await self._courier.start()
         watch = asyncio.create_task(self._watch())
         watch.add_done_callback(self._on_task_done)
         try:
@@ -163,7 +161,7 @@ class Agent:
             workers=tuple(worker.worker for worker in self._workers.values()),
             snapshots=snapshots_in(self._node, is_verified=False),
             courier_port=self._courier.held.courier_port,
-            copies=self._courier.held.copies,
+            copies=CopyStore(self._node).held(),
         )
 
     def _tell(self, message: wire.ToController, *, is_kept: bool = True) -> None:

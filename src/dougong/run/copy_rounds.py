@@ -113,10 +113,11 @@ class CopyRounds:
         return (WarningRaised(component=session.component, text=text),)
 
     def copies(self) -> tuple[Copy, ...]:
-        """All that can be had now: of nodes whose courier answers."""
+        """All that living nodes have. Where the port is 0 only the node's own ranks can have them."""
         return tuple(
             Copy(courier=_address(session), owner=copy.owner, snapshot=copy.snapshot)
-            for session in self._living()
+            for session in self._sessions.values()
+            if session.connection is not None and not session.is_lost
             for copy in session.copies
         )
 
@@ -133,7 +134,7 @@ class CopyRounds:
 
     def look(self, job: CopiedJob, *, now_s: float) -> tuple[AnyEvent, ...]:
         """Once in a while: take stock, open a round if it is time, tell the nodes."""
-        if self._settings.save.peer_copies <= 0 or now_s < self._look_s or not job.placement:
+        if self._settings.save.peer_copies <= 0 or not job.is_attached or not job.placement or now_s < self._look_s:
             return ()
         self._look_s = now_s + _LOOK_S_PER_RANK * len(job.placement)
         events = [*self._choose_peers(job, now_s=now_s), *self._take_stock(job, now_s=now_s)]
@@ -216,7 +217,7 @@ class CopyRounds:
         return []
 
     def _may_open(self, job: CopiedJob, *, now_s: float) -> bool:
-        if not job.is_running or not job.is_attached or not self._plan.keepers or now_s < self._next_s:
+        if not job.is_running or not self._plan.keepers or now_s < self._next_s:
             return False
         needed = {name for owner, keepers in self._plan.keepers for name in (owner, *keepers)}
         return needed <= {session.component for session in self._living()}
@@ -241,10 +242,11 @@ class CopyRounds:
     # --- telling ---
 
     def _tell_all(self) -> None:
-        for session in self._living():
+        """The first order has an agent start its courier, so it goes to all."""
+        for session in self._sessions.values():
             order = self._order_for(session.component)
             known = self._told.get(session.component)
-            if session.connection is not None and known != (session.connection, order):
+            if session.connection is not None and not session.is_lost and known != (session.connection, order):
                 self._told[session.component] = (session.connection, order)
                 session.send(order)
 

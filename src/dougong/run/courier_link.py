@@ -19,6 +19,8 @@ _RESTART_S = 1.0
 _LEAVE_S = 2.0
 _START_S = 5.0
 _POLL_S = 0.01
+_MAX_LINE_BYTES = 2**24
+"""A line names all copies."""
 
 
 class CopyUnavailable(WorldError):
@@ -31,8 +33,10 @@ class CopyUnavailable(WorldError):
 
 
 class CourierLink:
-    """One courier at a time. `spawn` runs a coroutine under the agent's watch; `tell` passes a message on to the
-    controller."""
+    """One courier at a time, none before it is needed.
+
+    `spawn` runs a coroutine under the agent's watch; `tell` passes a message on to the controller.
+    """
 
     def __init__(
         self,
@@ -52,36 +56,21 @@ class CourierLink:
         self._order: wire.CopyOrder | None = None
         self._requests: dict[int, asyncio.Future[str]] = {}
         self._num_requests = 0
+        self._is_started = False
         self._is_closed = False
         self.held = wire.CopiesHeld(courier_port=0, copies=())
 
-    async def start(self) -> None:
-        """Start a courier. It says itself when it is up."""
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self._log_path.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "dougong.run.courier",
-                str(self._run.root),
-                self._component,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                limit=2**24,  # a line names all copies
-            )
-        self._spawn(self._hear(self._process))
-        if self._order is not None:
-            self._say(self._order)
-
     def order(self, order: wire.CopyOrder) -> None:
-        """What to copy from now on; told again to a courier that is started anew."""
+        """What to copy from now on. The first order starts the courier; one that is started anew hears the last."""
         self._order = order
+        self._have_one()
         self._say(order)
 
     async def bring(self, restore: wire.Restore, *, ranks: Collection[int]) -> None:
         """Have the states of these ranks brought into this node's memory. Raises CopyUnavailable."""
         wanted = [origin for origin in restore.origins if origin.rank in ranks]
+        if wanted:
+            self._have_one()
         reasons = await asyncio.gather(*(self._bring(restore, origin) for origin in wanted))
         for origin, reason in zip(wanted, reasons, strict=True):
             if reason:
@@ -99,6 +88,32 @@ class CourierLink:
         except TimeoutError:
             courier.kill()
             await courier.wait()
+
+    def _have_one(self) -> None:
+        if not self._is_started:
+            self._is_started = True
+            self._spawn(self._start())
+
+    async def _start(self) -> None:
+        """It says itself when it is up."""
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "dougong.run.courier",
+                str(self._run.root),
+                self._component,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                limit=_MAX_LINE_BYTES,
+            )
+        self._spawn(self._hear(self._process))
+        if self._is_closed:
+            await self.close()
+        elif self._order is not None:
+            self._say(self._order)
 
     async def _bring(self, restore: wire.Restore, origin: wire.Origin) -> str:
         if not await self._is_up():
@@ -120,7 +135,7 @@ class CourierLink:
         """Is there a courier, perhaps after a moment: another one may be starting?"""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + _START_S
-        while not self.held.courier_port and self._process is not None and loop.time() < deadline_s:
+        while not self.held.courier_port and loop.time() < deadline_s:
             await asyncio.sleep(_POLL_S)
         return self.held.courier_port > 0
 
@@ -147,7 +162,7 @@ class CourierLink:
             self._note(0, self.held.copies, "the courier died; another one is started")
             await asyncio.sleep(_RESTART_S)
             if not self._is_closed:
-                await self.start()
+                await self._start()
 
     def _note(self, port: int, copies: tuple[wire.CopyStatus, ...], problem: str) -> None:
         self.held = wire.CopiesHeld(courier_port=port, copies=copies, problem=problem)

@@ -20,7 +20,10 @@ State = tuple[int, int]
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's state in the memory of a living node, whose courier can give it to others. `owner`: where it ran."""
+    """A rank's state in the memory of a living node, whose courier can give it to others if its port is known.
+
+    `owner`: the node where the rank ran.
+    """
 
     courier: CourierAddress
     owner: str
@@ -55,7 +58,7 @@ def choose_restore(
     if not is_attached:
         return Restore(source="none", reason="the script is not attached: it resumes from its own checkpoint")
     own = _own(snapshots, world_size=world_size)
-    elsewhere = _usable(copies, world_size=world_size, refused=refused)
+    elsewhere = _usable(copies, homes or {}, world_size=world_size, refused=refused)
     state = _newest_complete(own, elsewhere, world_size=world_size)
     durable_step = durable[0] if durable is not None else 0
     if state is not None and state[1] >= durable_step:
@@ -85,13 +88,15 @@ def _own(snapshots: Sequence[SnapshotStatus], *, world_size: int) -> dict[State,
 
 
 def _usable(
-    copies: Sequence[Copy], *, world_size: int, refused: Collection[BadCopy]
+    copies: Sequence[Copy], homes: Mapping[int, str], *, world_size: int, refused: Collection[BadCopy]
 ) -> dict[State, dict[int, list[Copy]]]:
     """By state and rank, who has a copy."""
     bad = {(item.component, item.rank, item.generation, item.step) for item in refused}
     found: dict[State, dict[int, list[Copy]]] = {}
     for copy in copies:
         held = copy.snapshot
+        if not copy.courier.port and copy.courier.component != homes.get(held.rank):
+            continue
         if (copy.courier.component, held.rank, held.generation, held.step) in bad:
             continue
         if _counts(held, world_size=world_size):
