@@ -75,6 +75,8 @@ def _sentence(event: kinds.AnyEvent | kinds.Unknown) -> str:
         case kinds.WebhookSent():
             answer = f"answered {event.status}" if event.status else "could not be reached"
             return f"webhook {answer}{_colon(event.detail)}"
+        case kinds.PeersChosen():
+            return f"copies of {_count(len(event.keepers), 'node')} on others: {event.reason}"
         case kinds.WarningRaised():
             return f"warning: {event.text}"
         case kinds.StorageFailing():

@@ -26,7 +26,11 @@ CauseClass = Literal[
     "unknown",
 ]
 
-Tier = Literal["memory", "durable"]
+Tier = Literal[
+    "memory",  # of the node itself
+    "peer",  # of another node too
+    "durable",
+]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
@@ -287,6 +291,20 @@ class WebhookSent(Event, frozen=True, kw_only=True):
     detail: str
 
 
+class Keeper(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes that keep copies of the memory checkpoints of one node, its `owner`."""
+
+    owner: str
+    keepers: tuple[str, ...]
+
+
+class PeersChosen(Event, frozen=True, kw_only=True):
+    """Which nodes keep copies of whose memory checkpoints from now on, and why these."""
+
+    keepers: tuple[Keeper, ...]
+    reason: str
+
+
 class WarningRaised(Event, frozen=True, kw_only=True):
     """Something a person should know that stops nothing."""
 
@@ -343,6 +361,7 @@ AnyEvent = (
     | ControllerStarted
     | WorldResized
     | WebhookSent
+    | PeersChosen
     | WarningRaised
     | StorageFailing
     | StorageRecovered

@@ -23,6 +23,8 @@ from dougong.backend.local import process
 from dougong.clock import Clock
 from dougong.run import wire
 from dougong.run.activity import ActivityState, advance
+from dougong.run.copy_store import CopyStore, forget_newer
+from dougong.run.courier_link import CopyUnavailable, CourierLink
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
 from dougong.run.letters import OrderPut, Rejoin, post, read_from_worker, unread
 from dougong.run.page import Page, Phase, StepRecord
@@ -87,6 +89,14 @@ class Agent:
         self._zygote = ZygoteLink(settings, log_path=log_path, spawn=self._spawn)
         writer_log = log_path.with_name(log_path.name.replace("zygote-", "writer-", 1))
         self._writer = WriterLink(settings, node=node, log_path=writer_log, spawn=self._spawn)
+        courier_log = run.logs / f"courier-{component.rsplit('/', 1)[-1]}.log"
+        self._courier = CourierLink(
+            component,
+            run=run,
+            log_path=courier_log,
+            spawn=self._spawn,
+            tell=lambda held: self._tell(held, is_kept=False),
+        )
         self._generation = 0
         self._killed_generation = 0
         self._launching = asyncio.Lock()
@@ -119,6 +129,7 @@ class Agent:
             watch.cancel()
             self._zygote.close()
             self._writer.close()
+            await self._courier.close()
 
     # --- speaking with the controller ---
 
@@ -154,6 +165,8 @@ class Agent:
             free_port=free_port(_listen_host(self._settings)),
             workers=tuple(worker.worker for worker in self._workers.values()),
             snapshots=snapshots_in(self._node, is_verified=False),
+            courier_port=self._courier.held.courier_port,
+            copies=CopyStore(self._node).held(),
         )
 
     def _tell(self, message: wire.ToController, *, is_kept: bool = True) -> None:
@@ -178,6 +191,8 @@ class Agent:
                     worker.page.stop_at_step = message.step
             case wire.Deliver():
                 post(self._node.inbox(message.rank), message.letter)
+            case wire.CopyOrder():
+                self._courier.order(message)
             case wire.Dismiss():
                 await self._leave(is_memory_kept=message.is_memory_kept)
 
@@ -216,6 +231,9 @@ class Agent:
         self._forward_letters()
         self._forward_steps()
         try:
+            await self._courier.bring(launch.restore, ranks=[rank for rank, _ in launch.ranks])
+            for rank, _ in launch.ranks:
+                forget_newer(self._node.snapshot(rank), generation=launch.restore.generation, step=launch.restore.step)
             for rank in staying:
                 self._have_rejoin(launch, rank)
             if launch.is_cold:
@@ -226,6 +244,10 @@ class Agent:
                 if rank in launch.staying:
                     raise ConnectionError(f"rank {rank} was to stay and is gone")
                 await self._start_worker(launch, rank, local_rank)
+        except CopyUnavailable as error:
+            failed = wire.LaunchFailed(generation=launch.generation, reason=str(error), bad_origin=error.origin)
+            self._tell(failed)
+            return
         except (OSError, ConnectionError) as error:
             self._tell(wire.LaunchFailed(generation=launch.generation, reason=str(error)))
             return
@@ -441,6 +463,7 @@ class Agent:
                 snapshots=snapshots_in(self._node, is_verified=False),
                 free_port=free_port(_listen_host(self._settings)),
                 undead=undead,
+                copies=CopyStore(self._node).held(),  # a rank may have found one damaged meanwhile
             ),
             is_kept=False,
         )
@@ -468,6 +491,7 @@ class Agent:
         self._is_dismissed = True
         await self._end(list(self._workers.values()))
         self._writer.end()
+        await self._courier.close()
         if not is_memory_kept:
             shutil.rmtree(self._node.root, ignore_errors=True)
             with contextlib.suppress(OSError):

@@ -28,6 +28,7 @@ from dougong.errors import CheckpointDamaged, UserError
 from dougong.run import manifest
 from dougong.run.capture import Capture, fenced_storages
 from dougong.run.copier import Copier, CopyJob, Done
+from dougong.run.copy_store import kept_for
 from dougong.run.data_position import DataPosition
 from dougong.run.dcp_read import DurableState
 from dougong.run.group import ReplaceableGroup, can_stay, default_group, join_store
@@ -505,12 +506,18 @@ class Job:
 
     def _tree_from_memory(self, place: WorkerPlace) -> tuple[Slot | None, dict[str, Any]]:
         assert self._files is not None
-        slot = self._files.find(step=place.restore_step, generation=place.restore_generation)
-        is_adopted = self._is_fresh and slot.num_bytes >= _ADOPT_BYTES and not torch.cuda.is_available()
         try:
-            buffer = self._files.adopt(slot) if is_adopted else self._files.read_slot(slot)
+            files, slot = self._files, self._files.find(step=place.restore_step, generation=place.restore_generation)
         except CheckpointDamaged:
-            self._files.void(slot.index)  # so that it is not chosen again
+            # the rank's own checkpoints have moved on; a copy that the node keeps is read, never lived in
+            state = (place.restore_generation, place.restore_step)
+            files, slot = kept_for(place.rank, place.node, generation=state[0], step=state[1])
+        is_fresh = self._is_fresh and files is self._files
+        is_adopted = is_fresh and slot.num_bytes >= _ADOPT_BYTES and not torch.cuda.is_available()
+        try:
+            buffer = files.adopt(slot) if is_adopted else files.read_slot(slot)
+        except CheckpointDamaged:
+            files.void(slot.index)  # so that it is not chosen again
             raise
         return (slot if is_adopted else None), tree_in_place(buffer, self._parts, is_adopted=is_adopted)
 

@@ -24,6 +24,7 @@ from dougong.run import decide as rules
 from dougong.run import letters, wire
 from dougong.run.announcements import Announcements
 from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_committed, newest_good
+from dougong.run.copy_rounds import CopiedJob, CopyRounds
 from dougong.run.hang import Finding, find_hang
 from dougong.run.history import JobHistory
 from dougong.run.layout import RunDirectory, write_atomically
@@ -32,6 +33,7 @@ from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_of
 from dougong.run.page import Phase, StepRecord
 from dougong.run.progress import JobProgress
 from dougong.run.reception import Reception
+from dougong.run.restore_choice import must_travel
 from dougong.run.settings import RunSettings
 from dougong.run.stacks import name_culprit
 from dougong.run.webhook import send_webhook
@@ -124,6 +126,7 @@ class Controller:
             on_gone=self._disconnected,
         )
         self._desk = CheckpointDesk(settings, clock=clock)
+        self._copies = CopyRounds(settings, self._nodes)
 
     async def run(self) -> str:
         """Serve agents and decide until the job ends."""
@@ -190,6 +193,7 @@ class Controller:
     async def _step(self) -> None:
         self._write_ranges(is_forced=False)
         self._note_memory_checkpoints()
+        self._record_all(self._copies.look(self._copied_job(), now_s=self._now_s()))
         self._see_to_stop()
         for component in self._reception.drop_silent():
             self._spawn(self._end_agent(component))
@@ -199,6 +203,15 @@ class Controller:
         decision = rules.decide(self._view(finding), self._settings.policy)
         await self._apply(decision)
         self._commit()
+
+    def _copied_job(self) -> CopiedJob:
+        return CopiedJob(
+            generation=self._generation,
+            placement=self._placement,
+            is_running=self._status == "running" and not self._losses,
+            is_attached=self._is_attached,
+            step_s=self._progress.learnt().p99_s or 1.0,
+        )
 
     async def _apply(self, decision: rules.Decision) -> None:
         match decision:
@@ -383,12 +396,13 @@ class Controller:
                     self._launched.add(node.component)
             case wire.LaunchFailed():
                 if message.generation == self._generation:
-                    rank = next(p.rank for p in self._placement if p.component == node.component)
-                    detail = f"its node could not start it: {message.reason}"
-                    self._add_loss(rules.Loss(rank=rank, component=node.component, cause_class="host", detail=detail))
+                    self._hear_launch_failed(node, message)
+            case wire.CopiesHeld():
+                self._record_all(self._copies.hear(node, message))
             case wire.Killed():
                 if message.generation >= self._generation:
                     node.verified = message.snapshots
+                    node.copies = message.copies
                     node.free_port = message.free_port
                     if not message.undead:
                         self._killed.add(node.component)
@@ -468,6 +482,17 @@ class Controller:
         if any(loss.rank == message.rank for loss in self._losses):
             return
         self._add_loss(loss_of_end(message, node.component))
+
+    def _hear_launch_failed(self, node: NodeSession, message: wire.LaunchFailed) -> None:
+        rank = next(p.rank for p in self._placement if p.component == node.component)
+        detail = f"its node could not start it: {message.reason}"
+        if (origin := message.bad_origin) is not None:
+            rank = origin.rank
+            self._record(self._copies.refuse(origin, self._restore, reason=message.reason))
+        loss = rules.Loss(
+            rank=rank, component=node.component, cause_class="host", detail=detail, is_failure=origin is None
+        )
+        self._add_loss(loss)
 
     def _is_over(self, rank: int) -> bool:
         return rank in self._finished | self._said_done | self._stopped
@@ -620,7 +645,7 @@ class Controller:
             evidence=evidence,
         )
         self._record(event)
-        self._num_fruitless += 1
+        self._num_fruitless += loss.is_failure
         self._staying = set(decision.staying) - {rank}
         if rank != loss.rank and decision.staying:
             self._staying.add(loss.rank)  # the stacks name another one
@@ -656,6 +681,9 @@ class Controller:
             if decision.staying and self._restore.source == "none":
                 self._end_staying("there is no state to go back to")
                 return
+            if travelling := must_travel(self._restore, decision.placement, ranks=decision.staying):
+                self._end_staying(f"the state of rank(s) {', '.join(map(str, travelling))} lies on other nodes")
+                return
             self._pending = decision
             if self._generation > 0:
                 self._record(
@@ -683,7 +711,15 @@ class Controller:
             for snapshot in self._nodes[placed.component].verified
             if snapshot.rank == placed.rank
         ]
-        choose = partial(rules.choose_restore, snapshots, world_size=len(placement), is_attached=self._is_attached)
+        choose = partial(
+            rules.choose_restore,
+            snapshots,
+            world_size=len(placement),
+            is_attached=self._is_attached,
+            copies=self._copies.copies(),
+            homes={placed.rank: placed.component for placed in placement},
+            refused=self._copies.refused,
+        )
         listed = None
         if self._is_attached:
             listed = await asyncio.to_thread(newest_committed, self._settings.checkpoint_url)

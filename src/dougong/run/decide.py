@@ -13,8 +13,8 @@ import msgspec
 
 from dougong.event.kinds import CauseClass, Placed
 from dougong.run.hang import Finding, FindingKind
+from dougong.run.restore_choice import choose_restore as choose_restore
 from dougong.run.settings import Policy
-from dougong.run.wire import Restore, SnapshotStatus
 
 Rung = Literal["first", "in-process", "standby", "cold", "replaced-node", "resized"]
 
@@ -43,6 +43,8 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
     order: tuple[int, int] = (0, 0)
     onset_ns: int | None = None
     traceback: str = ""
+    is_failure: bool = True
+    """Does it count among the failures without a new step? Not if only another source is to be chosen."""
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,38 +235,6 @@ def choose_size(view: JobView, policy: Policy) -> int:
     return view.num_nodes if may_come and view.gathering_s <= policy.shrink_wait_s else usable
 
 
-def choose_restore(
-    snapshots: Sequence[SnapshotStatus], *, durable: tuple[int, str] | None, world_size: int, is_attached: bool
-) -> Restore:
-    """From where to go on: the newest step that every rank can have, with the reason.
-
-    `snapshots` are the memory checkpoints on the nodes that will run, verified by the ranks that read them; `durable`
-    is the newest one's step and directory. A script that is not attached is never restored behind its back: it starts
-    again and loads its own.
-    """
-    if not is_attached:
-        return Restore(source="none", reason="the script is not attached: it resumes from its own checkpoint")
-    holders: dict[tuple[int, int], set[int]] = {}
-    for snapshot in snapshots:
-        if snapshot.world_size == world_size:
-            holders.setdefault((snapshot.generation, snapshot.step), set()).add(snapshot.rank)
-    # ranks must not mix generations: after a roll-back the same step may hold another state
-    complete = [key for key, ranks in holders.items() if len(ranks) == world_size]
-    memory_generation, memory_step = max(complete, default=(0, 0))
-    durable_step = durable[0] if durable is not None else 0
-    if memory_step > 0 and memory_step >= durable_step:
-        return Restore(
-            source="memory",
-            step=memory_step,
-            generation=memory_generation,
-            reason=f"step {memory_step} is in the memory of every rank's node",
-        )
-    partial = _why_not_memory(holders, world_size=world_size)
-    if durable is not None:
-        return Restore(source="durable", step=durable_step, directory=durable[1], reason=f"{partial}; newest durable")
-    return Restore(source="none", reason=f"{partial}; no durable checkpoint: from the beginning")
-
-
 def _about_nodes(view: JobView, policy: Policy) -> Decision | None:
     if view.status == "ended":
         return None
@@ -445,16 +415,6 @@ def _loss_of(finding: Finding, placement: Sequence[Placed]) -> Loss:
     component = next(placed.component for placed in placement if placed.rank == finding.rank)
     cause_class = _CAUSE_CLASS[finding.kind]
     return Loss(rank=finding.rank, component=component, cause_class=cause_class, detail=finding.reason)
-
-
-def _why_not_memory(holders: dict[tuple[int, int], set[int]], *, world_size: int) -> str:
-    if not holders:
-        return "no memory checkpoint"
-    newest = max(holders)
-    if len(holders[newest]) == world_size:
-        return f"memory holds step {newest[1]}"
-    missing = sorted(set(range(world_size)) - holders[newest])
-    return f"memory holds step {newest[1]} but not of rank(s) {', '.join(map(str, missing))}"
 
 
 def _ranks(placed: Sequence[Placed]) -> str:

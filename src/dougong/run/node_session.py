@@ -24,6 +24,8 @@ class NodeSession:
         self.status: wire.Status | None = None
         self.status_s = 0.0
         self.verified: tuple[wire.SnapshotStatus, ...] = ()
+        self.courier_port = 0
+        self.copies: tuple[wire.CopyStatus, ...] = ()
 
     def open(self, connection: wire.Connection, hello: wire.Hello, *, now_s: float) -> None:
         """Its agent is there, for the first time or again."""
@@ -35,6 +37,8 @@ class NodeSession:
         self.free_port = hello.free_port
         self.status = None
         self.verified = hello.snapshots
+        self.courier_port = hello.courier_port
+        self.copies = hello.copies
 
     def lose_connection(self, *, now_s: float) -> None:
         """What was last heard does not count any more."""

@@ -73,6 +73,14 @@ class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
     """The most that the writer of a node puts on storage; 0 = as fast as it goes."""
     lock_s: float = 0.0
     """How long nothing deletes a committed checkpoint; 0 = no lock."""
+    peer_copies: int = 1
+    """On how many other nodes a copy of each node's memory checkpoints is kept; 0 = none."""
+    peer_every_s: float = 1.0
+    """At least so long between two rounds of copies."""
+    peer_busy_ratio: float = 0.1
+    """Copying takes at most this share of the time: a round that took long is followed by a longer pause."""
+    peer_max_bytes_per_s: float = 0.0
+    """No courier sends faster; 0 = as fast as it goes."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -117,9 +117,18 @@ class SnapshotFiles:
         """Declare a buffer not whole, before it is written."""
         self._write_slot(index, b"\0" * _SLOT_BYTES)
 
-    def publish(self, index: int, *, step: int, generation: int, world_size: int, num_bytes: int) -> Slot:
-        """Declare a buffer whole, with the checksum of its first `num_bytes`."""
-        digest = xxhash.xxh3_128_digest(memoryview(self._buffers[index])[:num_bytes])
+    def publish(
+        self,
+        index: int,
+        *,
+        step: int,
+        generation: int,
+        world_size: int,
+        num_bytes: int,
+        digest: bytes | None = None,
+    ) -> Slot:
+        """Declare a buffer whole, with the checksum of its first `num_bytes`, which a reader on the way may know."""
+        digest = digest or xxhash.xxh3_128_digest(memoryview(self._buffers[index])[:num_bytes])
         body = _SLOT.pack(step, generation, world_size, num_bytes, digest)
         self._write_slot(index, body + _CRC.pack(zlib.crc32(body)))
         return Slot(

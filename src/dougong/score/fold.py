@@ -30,6 +30,7 @@ from dougong.event.kinds import (
     NodeLost,
     NodeRepaired,
     PeakDescribed,
+    PeersChosen,
     Recorded,
     RecoveryDecided,
     StateRestored,
@@ -147,6 +148,7 @@ class JobFold:
                 | ControllerStarted()
                 | WorldResized()
                 | WebhookSent()
+                | PeersChosen()
                 | WarningRaised()
                 | StorageFailing()
                 | StorageRecovered()
