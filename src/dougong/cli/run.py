@@ -35,6 +35,7 @@ import click
     metavar="NAME=VALUE",
     help="A setting of policy, hang rule or saves, such as hang.startup_s=7200 (see the guide).",
 )
+@click.option("--preflight", is_flag=True, help="Test every node, spares included, before the start (under a minute).")
 @click.option("--webhook", default="", help="URL that is told of each interruption.")
 @click.option(
     "--reference", type=click.Path(path_type=Path), help="An undisturbed run to compare samples and losses with."

@@ -30,6 +30,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     durable_every: int = 50
     keep: int = 3
     settings: tuple[str, ...] = ()
+    preflight: bool = False
     webhook: str = ""
     oversubscribe: bool = False
     reference: Path | None = None

@@ -153,6 +153,7 @@ def settings_for(
         master_port=options.master_port or 0,
         webhook_url=options.webhook,
         is_chaos=is_chaos,
+        wants_preflight=options.preflight,
     )
     for text in options.settings:
         settings = with_setting(settings, text)

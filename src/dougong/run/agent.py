@@ -27,6 +27,7 @@ from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
 from dougong.run.letters import post, read_from_worker, unread
 from dougong.run.page import Page, StepRecord
 from dougong.run.place import place_of, torchrun_variables, worker_variables
+from dougong.run.probe import probe
 from dougong.run.settings import RunSettings
 from dougong.run.snapshot import SnapshotFiles
 from dougong.run.stacks import take_stack
@@ -173,6 +174,8 @@ class Agent:
                     worker.page.stop_at_step = message.step
             case wire.Deliver():
                 post(self._node.inbox(message.rank), message.letter)
+            case wire.Preflight():
+                self._spawn(self._preflight(message))
             case wire.Dismiss():
                 await self._leave(is_memory_kept=message.is_memory_kept)
 
@@ -413,6 +416,11 @@ class Agent:
         texts = await asyncio.gather(*(take_stack(worker.worker.pid) for worker in workers))
         pairs = tuple((worker.worker.rank, text) for worker, text in zip(workers, texts, strict=True))
         self._tell(wire.StacksTaken(generation=generation, stacks=pairs), is_kept=False)
+
+    async def _preflight(self, order: wire.Preflight) -> None:
+        answer = await probe(order, node=self._node, run=self._run, settings=self._settings, zygote=self._zygote)
+        port = free_port(_listen_host(self._settings))
+        self._tell(msgspec.structs.replace(answer, free_port=port), is_kept=False)
 
     async def _leave(self, *, is_memory_kept: bool) -> None:
         self._is_dismissed = True

@@ -23,6 +23,7 @@ from dougong.run import decide as rules
 from dougong.run import letters, wire
 from dougong.run.announcements import Announcements
 from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_good
+from dougong.run.fitness import Fitness, untested_at_start
 from dougong.run.hang import Finding, find_hang
 from dougong.run.history import JobHistory
 from dougong.run.layout import RunDirectory, write_atomically
@@ -45,7 +46,7 @@ _LAUNCH_S = 120.0
 _DISMISS_S = 8.0
 _STORE_RETRY_S = 1.0
 
-Status = Literal["gathering", "running", "tearing-down", "backing-off", "ended"]
+Status = Literal["gathering", "preflight", "running", "tearing-down", "backing-off", "ended"]
 
 
 class Controller:
@@ -120,6 +121,11 @@ class Controller:
             on_gone=self._disconnected,
         )
         self._desk = CheckpointDesk(settings, clock=clock)
+        self._fitness = Fitness(
+            untested=untested_at_start(settings, history, is_resume=is_resume),
+            quarantined=() if is_resume else history.quarantined_nodes,
+        )
+        self._before_preflight: Status = "gathering"
 
     async def run(self) -> str:
         """Serve agents and decide until the job ends."""
@@ -168,7 +174,7 @@ class Controller:
         is_restart = self._history.is_started and not self._is_asked_to_resume
         self._record(kinds.ControllerStarted(pid=os.getpid(), is_restart=is_restart))
         if self._is_asked_to_resume:
-            for component in sorted(self._history.lost_nodes):
+            for component in sorted(self._history.lost_nodes | self._history.quarantined_nodes):
                 self._record(kinds.NodeRepaired(component=component))
         if not self._history.is_started or self._is_asked_to_resume:
             self._record(kinds.JobStarted(job=settings.run_id, is_resume=self._is_resume))
@@ -192,7 +198,9 @@ class Controller:
         self._note_late_launch()
         self._see_to_lingering()
         finding = self._find_hang()
-        decision = rules.decide(self._view(finding), self._settings.policy)
+        view = self._view(finding)
+        self._see_to_preflight(view)
+        decision = rules.decide(view, self._settings.policy)
         await self._apply(decision)
         self._commit()
 
@@ -208,6 +216,8 @@ class Controller:
                 await self._interrupt(decision)
             case rules.Place():
                 await self._place(decision)
+            case rules.TestNodes():
+                self._begin_preflight(decision.components)
             case rules.Finish():
                 self._write_ranges(is_forced=True)
                 await self._leave("finished", kinds.JobFinished(step=self._progress.max_step), is_memory_kept=False)
@@ -235,6 +245,7 @@ class Controller:
                     now_s=now_s,
                     was_known=self._history.is_started,
                     is_ready=not self._is_resume or self._status != "gathering" or node.component in self._killed,
+                    is_quarantined=node.component in self._fitness.quarantined,
                 )
                 for node in self._nodes.values()
             ),
@@ -251,6 +262,7 @@ class Controller:
             is_stop_wanted=self._stop_since_s is not None,
             is_stop_complete=self._stop_since_s is not None
             and len(self._stopped | self._finished) == len(self._placement) > 0,
+            untested=self._fitness.untested,
         )
 
     # --- nodes ---
@@ -324,7 +336,29 @@ class Controller:
     def _disconnected(self, node: NodeSession, reason: str) -> None:
         if not self._is_leaving and not node.is_lost:
             self._record(kinds.AgentLost(component=node.component, reason=reason))
+        self._fitness.lose(node.component)
         self._wake.set()
+
+    # --- pre-flight ---
+
+    def _begin_preflight(self, components: tuple[str, ...]) -> None:
+        self._before_preflight = self._status
+        self._become("preflight")
+        addresses = {component: self._nodes[component].address for component in components}
+        for component, order in self._fitness.begin(addresses, now_s=self._now_s()):
+            self._nodes[component].send(order)
+
+    def _see_to_preflight(self, view: rules.JobView) -> None:
+        if self._status != "preflight":
+            return
+        news = self._fitness.proceed(
+            now_s=self._now_s(), usable=rules.usable_nodes(view), num_needed=len(self._settings.nodes)
+        )
+        self._record_all(news.events)
+        for component, order in news.orders:
+            self._nodes[component].send(order)
+        if news.is_over:
+            self._become(self._before_preflight)
 
     # --- what agents say ---
 
@@ -362,6 +396,8 @@ class Controller:
                         self._killed.add(node.component)
                     if self._is_stop_sent and self._status == "running":
                         self._stopped.update(p.rank for p in self._placement if p.component == node.component)
+            case wire.Preflighted():
+                self._fitness.hear(node.component, message)
             case wire.StacksTaken():
                 if message.generation == self._generation:
                     self._stacks.update(message.stacks)
@@ -414,6 +450,8 @@ class Controller:
                 self._stopped.add(letter.rank)
             case letters.WarningGiven():
                 self._record(kinds.WarningRaised(component=node.component, text=f"rank {letter.rank}: {letter.text}"))
+            case letters.Probed():
+                return  # its agent gathers these itself
             case letters.ShardWritten() | letters.ShardFailed() | letters.MetadataWritten():
                 self._spawn(self._see_to_checkpoint(letter))
 

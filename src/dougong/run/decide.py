@@ -29,6 +29,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing of an earlier start runs on it any more."""
     was_connected: bool = True
     silent_s: float = 0.0
+    is_quarantined: bool = False
+    """It may answer, but is given no work."""
     is_agent_asked: bool = False
     """A new agent was asked for and its backend did not refuse."""
 
@@ -48,7 +50,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """All that a decision may depend on."""
 
-    status: Literal["gathering", "running", "tearing-down", "backing-off", "ended"]
+    status: Literal["gathering", "preflight", "running", "tearing-down", "backing-off", "ended"]
     generation: int
     procs_per_node: int
     num_nodes: int
@@ -68,6 +70,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     num_fruitless: int = 0
     is_stop_wanted: bool = False
     is_stop_complete: bool = False
+    untested: tuple[str, ...] = ()
+    """Nodes that must pass a test before they are given work."""
 
     @property
     def is_gathered(self) -> bool:
@@ -106,6 +110,13 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class TestNodes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Pre-flight on these nodes, before any of them is given work."""
+
+    components: tuple[str, ...]
+    reason: str
+
+
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
@@ -118,7 +129,7 @@ class GiveUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Decision = Wait | RestartAgent | LoseNode | Interrupt | Place | Finish | Stop | GiveUp
+Decision = Wait | RestartAgent | LoseNode | Interrupt | Place | TestNodes | Finish | Stop | GiveUp
 
 _SETTLE_S = 0.25
 _CAUSE_CLASS: dict[FindingKind, CauseClass] = {"stopped": "stopped", "hang": "hang", "unwound": "network"}
@@ -136,6 +147,10 @@ def decide(view: JobView, policy: Policy) -> Decision:
             return _while_tearing_down(view, policy)
         case "gathering":
             return _while_gathering(view, policy)
+        case "preflight":
+            if view.is_stop_wanted:
+                return Stop(reason="stop was asked for during the pre-flight")
+            return Wait(reason="pre-flight")
         case "backing-off":
             if view.is_stop_wanted:
                 return Stop(reason="stop was asked for while waiting to restart")
@@ -156,7 +171,7 @@ def choose_placement(view: JobView) -> tuple[Placed, ...] | None:
 
     A node takes part with all its `procs_per_node` ranks or with none.
     """
-    usable = [node.component for node in view.nodes if node.is_connected and node.is_ready and not node.is_lost]
+    usable = usable_nodes(view)
     current: dict[int, str] = {placed.rank // view.procs_per_node: placed.component for placed in view.placement}
     kept = {index: component for index, component in current.items() if component in usable}
     free = [component for component in usable if component not in kept.values()]
@@ -173,6 +188,15 @@ def choose_placement(view: JobView) -> tuple[Placed, ...] | None:
         for index, component in enumerate(chosen)
         for local in range(view.procs_per_node)
     )
+
+
+def usable_nodes(view: JobView) -> list[str]:
+    """The nodes that can be given work now, in order of preference."""
+    return [
+        node.component
+        for node in view.nodes
+        if node.is_connected and node.is_ready and not node.is_lost and not node.is_quarantined
+    ]
 
 
 def choose_restore(
@@ -276,11 +300,13 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
     placement = choose_placement(view)
     if placement is None:
         if view.gathering_s > policy.spare_wait_s or all(node.is_lost or node.is_connected for node in view.nodes):
-            lost = [node.component for node in view.nodes if node.is_lost]
+            lost = [node.component for node in view.nodes if node.is_lost or node.is_quarantined]
             return GiveUp(
                 reason=f"not enough nodes: {view.num_nodes} needed, lost {', '.join(lost) or 'none'}, no spare left"
             )
         return Wait(reason="waiting for nodes")
+    if (test := _test_first(view, placement, policy)) is not None:
+        return test
     if view.generation == 0:
         return Place(placement=placement, rung="first", backoff_s=0.0, reason="all nodes are there")
     moved = [new for new, old in zip(placement, view.placement, strict=True) if new.component != old.component]
@@ -292,6 +318,21 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
             reason=f"rank(s) {_ranks(moved)} move to {', '.join(sorted({placed.component for placed in moved}))}",
         )
     return Place(placement=placement, rung="standby", backoff_s=backoff_s, reason="all ranks start again from standbys")
+
+
+def _test_first(view: JobView, placement: Sequence[Placed], policy: Policy) -> TestNodes | Wait | None:
+    """Before an untested node is given work, all untested ones are tested together, spares included."""
+    if not {placed.component for placed in placement} & set(view.untested):
+        return None
+    coming = [
+        node.component
+        for node in view.nodes
+        if node.component in view.untested and not (node.is_lost or node.is_quarantined or node.is_connected)
+    ]
+    if coming and view.gathering_s < policy.gather_s:
+        return Wait(reason=f"waiting for {', '.join(coming)}, to be tested with the others")
+    components = tuple(component for component in usable_nodes(view) if component in view.untested)
+    return TestNodes(components=components, reason=f"{len(components)} node(s) to be tested before they are used")
 
 
 def _loss_of(finding: Finding, placement: Sequence[Placed]) -> Loss:

@@ -18,9 +18,11 @@ from dougong.event.kinds import (
     JobStopped,
     ModelDescribed,
     NodeLost,
+    NodeQuarantined,
     NodeRepaired,
     PeakDescribed,
     Placed,
+    PreflightDone,
     Recorded,
     RecoveryDecided,
     StateRestored,
@@ -54,6 +56,9 @@ class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int = 0
     """Of this generation, as far as recorded."""
     lost_nodes: frozenset[str] = frozenset()
+    quarantined_nodes: frozenset[str] = frozenset()
+    is_preflight_done: bool = False
+    """Since the last JobStarted."""
     is_model_described: bool = False
     is_peak_described: bool = False
     last_durable_step: int = 0
@@ -81,6 +86,7 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
                 end="",
                 num_starts=history.num_starts + 1,
                 has_run_since_start=False,
+                is_preflight_done=False,
                 num_restarts=0,
                 num_fruitless=0,
             )
@@ -117,7 +123,15 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
         case NodeLost() as event:
             return change(history, lost_nodes=history.lost_nodes | {event.component})
         case NodeRepaired() as event:
-            return change(history, lost_nodes=history.lost_nodes - {event.component})
+            return change(
+                history,
+                lost_nodes=history.lost_nodes - {event.component},
+                quarantined_nodes=history.quarantined_nodes - {event.component},
+            )
+        case NodeQuarantined() as event:
+            return change(history, quarantined_nodes=history.quarantined_nodes | {event.component})
+        case PreflightDone():
+            return change(history, is_preflight_done=True)
         case ModelDescribed():
             return change(history, is_model_described=True)
         case PeakDescribed():

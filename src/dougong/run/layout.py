@@ -78,6 +78,11 @@ class NodeDirectory(msgspec.Struct, frozen=True):
         return self.root / f"rank-{rank}.in"
 
     @property
+    def preflight_box(self) -> Path:
+        """Where the tests of a pre-flight leave their answers."""
+        return self.root / "preflight.out"
+
+    @property
     def workers(self) -> Path:
         """The running workers, for an agent that comes back."""
         return self.root / "workers.json"

@@ -82,6 +82,17 @@ class MetadataWritten(Letter, frozen=True, kw_only=True):
     file: FileRecord
 
 
+class Probed(Letter, frozen=True, kw_only=True):
+    """What one rank's test of a pre-flight came to. `generation` is the serial number of the pre-flight.
+
+    `flop_per_s` of a product of matrices; `bytes_per_s` of an all-reduce with the partner node.
+    """
+
+    flop_per_s: float | None = None
+    bytes_per_s: float | None = None
+    is_exact: bool = True
+
+
 class ErrorRaised(Letter, frozen=True, kw_only=True):
     """The script ended with an exception."""
 
@@ -115,6 +126,7 @@ WorkerLetter = (
     | ScriptEnded
     | Stopped
     | WarningGiven
+    | Probed
 )
 
 

@@ -47,13 +47,14 @@ class NodeSession:
         if self.connection is not None:
             self.connection.send(message)
 
-    def view(self, *, now_s: float, was_known: bool, is_ready: bool) -> NodeView:
+    def view(self, *, now_s: float, was_known: bool, is_ready: bool, is_quarantined: bool = False) -> NodeView:
         """The node as decisions see it. `was_known`: an earlier controller had it."""
         return NodeView(
             component=self.component,
             is_connected=self.connection is not None,
             is_lost=self.is_lost,
             is_ready=is_ready,
+            is_quarantined=is_quarantined,
             was_connected=self.was_connected or was_known,
             silent_s=0.0 if self.connection is not None else now_s - self.gone_since_s,
             is_agent_asked=self.is_agent_asked,

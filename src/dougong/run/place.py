@@ -13,6 +13,7 @@ from dougong.run.settings import RunSettings
 from dougong.run.wire import Launch
 
 VARIABLE = "DOUGONG_WORKER"
+PREFLIGHT_VARIABLE = "DOUGONG_PREFLIGHT"
 
 
 class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +45,21 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
         return NodeDirectory(Path(self.node_root))
 
 
+class PreflightPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of one stage of a pre-flight: alone (stage 0), or in a group with the ranks of another node."""
+
+    serial: int
+    stage: int
+    rank: int
+    local_rank: int
+    world_size: int
+    master_address: str
+    master_port: int
+    timeout_s: float
+    box: str
+    """Directory for the answer."""
+
+
 def worker_place() -> WorkerPlace | None:
     """The place of this process, or None if it was not started by `dougong run`."""
     text = os.environ.get(VARIABLE)
@@ -53,6 +69,16 @@ def worker_place() -> WorkerPlace | None:
 def rank_and_world_size() -> tuple[int, int]:
     """As torchrun sets them; (0, 1) for a plain process."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def preflight_place() -> PreflightPlace | None:
+    """The place of this process in a pre-flight, if it is a test of one."""
+    text = os.environ.get(PREFLIGHT_VARIABLE)
+    return None if text is None else msgspec.json.decode(text, type=PreflightPlace)
+
+
+def preflight_variables(place: PreflightPlace) -> dict[str, str]:
+    return {PREFLIGHT_VARIABLE: msgspec.json.encode(place).decode()}
 
 
 def worker_variables(place: WorkerPlace) -> dict[str, str]:

@@ -89,6 +89,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int = 0
     webhook_url: str = ""
     is_chaos: bool = False
+    wants_preflight: bool = False
+    """Test every node before the first generation of a start."""
 
     @property
     def world_size(self) -> int:

@@ -147,7 +147,21 @@ class StacksTaken(ToController, frozen=True, kw_only=True):
     stacks: tuple[tuple[int, str], ...]
 
 
-AgentMessage = Hello | Status | Steps | Received | WorkerEnded | Launched | LaunchFailed | Killed | StacksTaken
+class Preflighted(ToController, frozen=True, kw_only=True):
+    """How the node did in one stage of a pre-flight: its slowest rank. `failure` "" = it ended well."""
+
+    serial: int
+    stage: int
+    free_port: int
+    flop_per_s: float | None = None
+    bytes_per_s: float | None = None
+    is_exact: bool = True
+    failure: str = ""
+
+
+AgentMessage = (
+    Hello | Status | Steps | Received | WorkerEnded | Launched | LaunchFailed | Killed | StacksTaken | Preflighted
+)
 
 
 # --- controller -> agent ---
@@ -210,13 +224,24 @@ class Deliver(ToAgent, frozen=True, kw_only=True):
     letter: AgentLetter
 
 
+class Preflight(ToAgent, frozen=True, kw_only=True):
+    """Test this node: stage 0 alone, later stages together with another one. `node_index` 0 holds the store."""
+
+    serial: int
+    stage: int
+    timeout_s: float
+    node_index: int = 0
+    master_address: str = ""
+    master_port: int = 0
+
+
 class Dismiss(ToAgent, frozen=True, kw_only=True):
     """The run is over: end all, give the memory back if told, leave."""
 
     is_memory_kept: bool
 
 
-ControllerMessage = Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | Dismiss
+ControllerMessage = Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | Dismiss | Preflight
 
 
 class Connection:

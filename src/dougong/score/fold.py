@@ -12,11 +12,13 @@ import msgspec
 from dougong.event.kinds import (
     AgentLost,
     AgentReturned,
+    BatchesSkipped,
     Cause,
     CheckpointDeleted,
     CheckpointRejected,
     CheckpointSaved,
     ControllerStarted,
+    CorruptionSuspected,
     FaultInjected,
     GenerationStarted,
     JobCreated,
@@ -25,15 +27,20 @@ from dougong.event.kinds import (
     JobResumed,
     JobStarted,
     JobStopped,
+    LinkSuspected,
     ModelDescribed,
     NodeJoined,
     NodeLost,
+    NodeQuarantined,
     NodeRepaired,
     PeakDescribed,
+    PreflightDone,
     Recorded,
     RecoveryDecided,
+    SnapshotRefused,
     StateRestored,
     StepFinished,
+    StragglerNamed,
     Unknown,
     WarningRaised,
     WebhookSent,
@@ -131,7 +138,7 @@ class JobFold:
                 self.num_rejected_checkpoints += 1
             case NodeJoined():
                 self.inventory.join(event.component, num_accelerators=event.num_accelerators, now_ns=now_ns)
-            case NodeLost():
+            case NodeLost() | NodeQuarantined():
                 self.inventory.lose(event.component, now_ns=now_ns)
             case NodeRepaired():
                 self.inventory.repair(event.component, now_ns=now_ns)
@@ -144,6 +151,12 @@ class JobFold:
                 | ControllerStarted()
                 | WebhookSent()
                 | WarningRaised()
+                | PreflightDone()
+                | LinkSuspected()
+                | SnapshotRefused()
+                | BatchesSkipped()
+                | StragglerNamed()
+                | CorruptionSuspected()
             ):
                 pass
             case _:
