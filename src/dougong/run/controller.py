@@ -216,7 +216,7 @@ class Controller:
                 await self._interrupt(decision)
             case rules.Place():
                 await self._place(decision)
-            case rules.TestNodes():
+            case rules.ProbeNodes():
                 self._begin_preflight(decision.components)
             case rules.Finish():
                 self._write_ranges(is_forced=True)

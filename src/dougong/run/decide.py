@@ -110,7 +110,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-class TestNodes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ProbeNodes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Pre-flight on these nodes, before any of them is given work."""
 
     components: tuple[str, ...]
@@ -129,7 +129,7 @@ class GiveUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Decision = Wait | RestartAgent | LoseNode | Interrupt | Place | TestNodes | Finish | Stop | GiveUp
+Decision = Wait | RestartAgent | LoseNode | Interrupt | Place | ProbeNodes | Finish | Stop | GiveUp
 
 _SETTLE_S = 0.25
 _CAUSE_CLASS: dict[FindingKind, CauseClass] = {"stopped": "stopped", "hang": "hang", "unwound": "network"}
@@ -320,7 +320,7 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
     return Place(placement=placement, rung="standby", backoff_s=backoff_s, reason="all ranks start again from standbys")
 
 
-def _test_first(view: JobView, placement: Sequence[Placed], policy: Policy) -> TestNodes | Wait | None:
+def _test_first(view: JobView, placement: Sequence[Placed], policy: Policy) -> ProbeNodes | Wait | None:
     """Before an untested node is given work, all untested ones are tested together, spares included."""
     if not {placed.component for placed in placement} & set(view.untested):
         return None
@@ -332,7 +332,7 @@ def _test_first(view: JobView, placement: Sequence[Placed], policy: Policy) -> T
     if coming and view.gathering_s < policy.gather_s:
         return Wait(reason=f"waiting for {', '.join(coming)}, to be tested with the others")
     components = tuple(component for component in usable_nodes(view) if component in view.untested)
-    return TestNodes(components=components, reason=f"{len(components)} node(s) to be tested before they are used")
+    return ProbeNodes(components=components, reason=f"{len(components)} node(s) to be tested before they are used")
 
 
 def _loss_of(finding: Finding, placement: Sequence[Placed]) -> Loss:
