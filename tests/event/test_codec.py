@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dougong.event.codec import KINDS, decode, encode
-from dougong.event.kinds import Cause, NodeLost, NodeRepaired, Placed, Recorded, StepFinished, Unknown, WarningRaised
+from dougong.event.kinds import Cause, NodeLost, NodeRepaired, Recorded, StepFinished, Unknown, WarningRaised
 
 TEXT = st.text(max_size=30)
 INTEGER = st.integers(-(2**63), 2**63 - 1)
@@ -26,10 +26,12 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.floats(allow_nan=False)
     if hint is type(None):
         return st.none()
-    if hint is Placed:
-        return structs(Placed)
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return structs(hint)
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
+    if get_origin(hint) is tuple and get_args(hint)[-1] is not Ellipsis:
+        return st.tuples(*(values_of(part) for part in get_args(hint)))
     if get_origin(hint) is tuple:
         return st.lists(values_of(get_args(hint)[0]), max_size=3).map(tuple)
     assert isinstance(hint, types.UnionType), hint

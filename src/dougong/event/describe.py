@@ -89,6 +89,8 @@ def _sentence(event: kinds.AnyEvent | kinds.Unknown) -> str:
         case kinds.CorruptionSuspected():
             ranks = ", ".join(map(str, event.ranks))
             return f"state of rank(s) {ranks} differs at step {event.step}: {event.detail}"
+        case kinds.ReplicasCompared():
+            return f"parameters and optimizer state are the same on all ranks after step {event.step}"
         case kinds.Unknown():
             return f"a kind this version does not know: {event.fields_json}"
         case _:

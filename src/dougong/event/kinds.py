@@ -369,8 +369,16 @@ class CorruptionSuspected(Event, frozen=True, kw_only=True):
     generation: int
     step: int
     ranks: tuple[int, ...]
+    agreed_generation: int
     agreed_step: int
     detail: str
+
+
+class ReplicasCompared(Event, frozen=True, kw_only=True):
+    """The state that must be the same on all ranks was, right after this step."""
+
+    generation: int
+    step: int
 
 
 AnyEvent = (
@@ -406,6 +414,7 @@ AnyEvent = (
     | BatchesSkipped
     | StragglerNamed
     | CorruptionSuspected
+    | ReplicasCompared
 )
 
 

@@ -172,6 +172,9 @@ class Agent:
             case wire.StopAt():
                 for worker in self._workers.values():
                     worker.page.stop_at_step = message.step
+            case wire.HoldSaves():
+                for worker in self._workers.values():
+                    worker.page.hold_saves(until_step=message.until_step)
             case wire.Deliver():
                 post(self._node.inbox(message.rank), message.letter)
             case wire.Preflight():

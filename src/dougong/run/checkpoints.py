@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import msgspec
 
@@ -109,10 +110,18 @@ class CheckpointDesk:
         return tuple(events)
 
 
-def newest_good(url: str) -> tuple[tuple[int, str] | None, tuple[CheckpointRejected, ...]]:
-    """The newest durable checkpoint whose every byte is right, and those that were passed over, with the reason."""
+def newest_good(
+    url: str, *, trusts: Callable[[int, int], bool] = lambda generation, step: True
+) -> tuple[tuple[int, str] | None, tuple[CheckpointRejected, ...]]:
+    """The newest durable checkpoint whose every byte is right, and those that were passed over, with the reason.
+
+    `trusts` says of a generation and step whether the state was sound, whatever its bytes."""
     rejected: list[CheckpointRejected] = []
     for stored in manifest.list_stored(url):
+        if not trusts(stored.generation, stored.step):
+            reason = "saved after a bad loss, or since the ranks' states were last found equal"
+            rejected.append(CheckpointRejected(step=stored.step, tier="durable", path=stored.directory, reason=reason))
+            continue
         try:
             manifest.verify(url, stored.directory)
         except (CheckpointDamaged, OSError) as error:

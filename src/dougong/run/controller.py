@@ -34,6 +34,7 @@ from dougong.run.progress import JobProgress
 from dougong.run.reception import Reception
 from dougong.run.settings import RunSettings
 from dougong.run.stacks import name_culprit
+from dougong.run.vigil import News, Vigil
 from dougong.run.webhook import send_webhook
 from dougong.telemetry.samples import SampleSink
 
@@ -126,6 +127,9 @@ class Controller:
             quarantined=() if is_resume else history.quarantined_nodes,
         )
         self._before_preflight: Status = "gathering"
+        self._vigil = Vigil(settings, history, ledger=run.ledger)
+        self._vigil.begin_generation(self._placement)
+        self._give_up = ""
 
     async def run(self) -> str:
         """Serve agents and decide until the job ends."""
@@ -200,6 +204,7 @@ class Controller:
         finding = self._find_hang()
         view = self._view(finding)
         self._see_to_preflight(view)
+        self._keep_vigil()
         decision = rules.decide(view, self._settings.policy)
         await self._apply(decision)
         self._commit()
@@ -262,6 +267,7 @@ class Controller:
             is_stop_wanted=self._stop_since_s is not None,
             is_stop_complete=self._stop_since_s is not None
             and len(self._stopped | self._finished) == len(self._placement) > 0,
+            give_up=self._give_up,
             untested=self._fitness.untested,
         )
 
@@ -410,6 +416,7 @@ class Controller:
         before = self._progress.last_step
         before_max = self._progress.max_step
         fresh = self._progress.add(message.rank, message.records)
+        self._follow(self._vigil.add_steps(message.rank, fresh, generation=self._generation))
         with contextlib.suppress(OSError):  # what a full disk does not take now is kept for the next flush
             self._sample(message.rank, fresh)
         self._last_stall_s = max(
@@ -450,6 +457,10 @@ class Controller:
                 self._stopped.add(letter.rank)
             case letters.WarningGiven():
                 self._record(kinds.WarningRaised(component=node.component, text=f"rank {letter.rank}: {letter.text}"))
+            case letters.LossFoundBad() | letters.SaveRefused() | letters.Fingerprinted():
+                saved_step = max(self._announcements.last_memory_step, self._desk.last_durable_step)
+                spares = self._free_spares()
+                self._follow(self._vigil.hear(letter, saved_step=saved_step, spares=spares, now_s=self._now_s()))
             case letters.Probed():
                 return  # its agent gathers these itself
             case letters.ShardWritten() | letters.ShardFailed() | letters.MetadataWritten():
@@ -480,6 +491,41 @@ class Controller:
             self._loss_since_s = self._now_s()
         self._losses.append(loss)
         self._wake.set()
+
+    # --- losses, stragglers, silent corruption ---
+
+    def _keep_vigil(self) -> None:
+        if self._status == "running":
+            self._follow(
+                self._vigil.look(
+                    last_step=self._progress.last_step,
+                    durable_step=self._desk.last_durable_step,
+                    spares=self._free_spares(),
+                    now_s=self._now_s(),
+                )
+            )
+
+    def _follow(self, news: News) -> None:
+        self._record_all(news.events)
+        if news.hold_saves_until:
+            self._broadcast(wire.HoldSaves(until_step=news.hold_saves_until))
+        for component, reason in news.cordoned:
+            self._record_all(self._fitness.quarantine(component, reason))
+        self._fitness.doubt(news.doubted)
+        self._give_up = self._give_up or news.give_up
+        for loss in news.losses:
+            self._add_loss(loss)
+
+    def _free_spares(self) -> tuple[str, ...]:
+        """Nodes that could take over at once."""
+        in_use = {placed.component for placed in self._placement}
+        return tuple(
+            node.component
+            for node in self._nodes.values()
+            if node.connection is not None
+            and not node.is_lost
+            and node.component not in in_use | self._fitness.quarantined
+        )
 
     # --- steps and checkpoints ---
 
@@ -636,7 +682,7 @@ class Controller:
     async def _place(self, decision: rules.Place) -> None:
         """Choose the state to go on from, say so, and start the ranks, now or after the back-off."""
         if self._pending is None or self._status != "backing-off":
-            self._restore = await self._choose_restore(decision.placement)
+            self._restore = self._vigil.completed(await self._choose_restore(decision.placement))
             self._pending = decision
             if self._generation > 0:
                 self._record(
@@ -658,15 +704,18 @@ class Controller:
     async def _choose_restore(self, placement: tuple[kinds.Placed, ...]) -> wire.Restore:
         if self._generation == 0:
             return wire.Restore(source="none", reason="the first start")
+        self._follow(self._vigil.before_start())
         snapshots = [
             snapshot
             for placed in placement
             for snapshot in self._nodes[placed.component].verified
-            if snapshot.rank == placed.rank
+            if snapshot.rank == placed.rank and self._vigil.trusts(snapshot.generation, snapshot.step)
         ]
         durable = None
         if self._is_attached:
-            durable, rejected = await asyncio.to_thread(newest_good, self._settings.checkpoint_url)
+            durable, rejected = await asyncio.to_thread(
+                newest_good, self._settings.checkpoint_url, trusts=self._vigil.trusts
+            )
             self._record_all(rejected)
         return rules.choose_restore(
             snapshots, durable=durable, world_size=len(placement), is_attached=self._is_attached
@@ -683,6 +732,8 @@ class Controller:
         self._said_done.clear()
         self._stopped.clear()
         self._launched.clear()
+        self._give_up = ""
+        self._vigil.begin_generation(decision.placement)
         self._is_resumed = self._generation == 1
         self._announcements.begin_generation(world_size=len(decision.placement), reason=decision.reason)
         self._desk.begin_generation(self._generation, world_size=len(decision.placement))

@@ -70,6 +70,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     num_fruitless: int = 0
     is_stop_wanted: bool = False
     is_stop_complete: bool = False
+    give_up: str = ""
+    """A policy wants the job to be given up after this loss; why."""
     untested: tuple[str, ...] = ()
     """Nodes that must pass a test before they are given work."""
 
@@ -274,6 +276,8 @@ def _while_tearing_down(view: JobView, policy: Policy) -> Decision:
         return Wait(reason=f"workers are being ended on {', '.join(sorted(waiting))}")
     if view.is_stop_wanted:
         return Stop(reason="stop was asked for; a rank was lost meanwhile")
+    if view.give_up:
+        return GiveUp(reason=view.give_up)
     if policy.max_restarts is not None and view.num_restarts >= policy.max_restarts:
         return GiveUp(reason=f"all {policy.max_restarts} restarts are used (--max-restarts)")
     if view.num_fruitless >= policy.max_fruitless:

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 import msgspec
 
 from dougong.event.kinds import (
+    BatchesSkipped,
     CheckpointSaved,
     ControllerStarted,
+    CorruptionSuspected,
     GenerationStarted,
     JobCreated,
     JobFailed,
@@ -25,10 +27,13 @@ from dougong.event.kinds import (
     PreflightDone,
     Recorded,
     RecoveryDecided,
+    ReplicasCompared,
     StateRestored,
     StepFinished,
     WorkerLost,
 )
+from dougong.run.corruption import Distrust
+from dougong.run.wire import Skip
 
 
 class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +62,10 @@ class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
     """Of this generation, as far as recorded."""
     lost_nodes: frozenset[str] = frozenset()
     quarantined_nodes: frozenset[str] = frozenset()
+    skips: tuple[Skip, ...] = ()
+    agreed: tuple[int, int] = (0, 0)
+    """Generation and step of the last comparison that found all ranks' state equal."""
+    distrusts: tuple[Distrust, ...] = ()
     is_preflight_done: bool = False
     """Since the last JobStarted."""
     is_model_described: bool = False
@@ -128,6 +137,17 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
                 lost_nodes=history.lost_nodes - {event.component},
                 quarantined_nodes=history.quarantined_nodes - {event.component},
             )
+        case BatchesSkipped() as event:
+            return change(history, skips=(*history.skips, Skip(step=event.step, generation=event.generation)))
+        case ReplicasCompared() as event:
+            return change(history, agreed=(event.generation, event.step))
+        case CorruptionSuspected() as event:
+            distrust = Distrust(
+                generation=event.generation,
+                agreed_generation=event.agreed_generation,
+                agreed_step=event.agreed_step,
+            )
+            return change(history, distrusts=(*history.distrusts, distrust))
         case NodeQuarantined() as event:
             return change(history, quarantined_nodes=history.quarantined_nodes | {event.component})
         case PreflightDone():

@@ -82,6 +82,27 @@ class MetadataWritten(Letter, frozen=True, kw_only=True):
     file: FileRecord
 
 
+class LossFoundBad(Letter, frozen=True, kw_only=True):
+    """The loss or the gradient norm of this rank has turned bad in `step`; those before were good."""
+
+    step: int
+    reason: str
+
+
+class SaveRefused(Letter, frozen=True, kw_only=True):
+    """This rank took no checkpoint at `step`, since a loss before it was bad."""
+
+    step: int
+    reason: str
+
+
+class Fingerprinted(Letter, frozen=True, kw_only=True):
+    """The fingerprint of what must be the same on all ranks right after `step`."""
+
+    step: int
+    digest: str
+
+
 class Probed(Letter, frozen=True, kw_only=True):
     """What one rank's test of a pre-flight came to. `generation` is the serial number of the pre-flight.
 
@@ -127,6 +148,9 @@ WorkerLetter = (
     | Stopped
     | WarningGiven
     | Probed
+    | LossFoundBad
+    | SaveRefused
+    | Fingerprinted
 )
 
 

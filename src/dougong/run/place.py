@@ -10,7 +10,7 @@ import msgspec
 
 from dougong.run.layout import NodeDirectory, RunDirectory
 from dougong.run.settings import RunSettings
-from dougong.run.wire import Launch
+from dougong.run.wire import Launch, Skip
 
 VARIABLE = "DOUGONG_WORKER"
 PREFLIGHT_VARIABLE = "DOUGONG_PREFLIGHT"
@@ -35,6 +35,9 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     commit_timeout_s: float
     wants_peak: bool
     is_chaos: bool
+    skips: tuple[Skip, ...] = ()
+    spike_z: float = 0.0
+    fingerprint_every_steps: int = 0
 
     @property
     def run(self) -> RunDirectory:
@@ -106,6 +109,9 @@ def place_of(
         commit_timeout_s=settings.save.commit_timeout_s,
         wants_peak=launch.generation == 1 and settings.peak_flop_per_s is None,
         is_chaos=settings.is_chaos,
+        skips=launch.restore.skips,
+        spike_z=settings.save.spike_z,
+        fingerprint_every_steps=settings.save.fingerprint_every_steps,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -32,6 +33,13 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for a node when none is left to take a lost one's place."""
     teardown_s: float = 10.0
     """How long the workers of a node may take to die before the node counts as lost."""
+    bad_loss: Literal["ignore", "stop", "roll-back-and-skip"] = "ignore"
+    """What follows a loss that is not finite, or a spike. No checkpoint is taken after one, whatever the policy."""
+    straggler: Literal["name", "replace"] = "name"
+    """A rank that computes much more slowly than the others is named; by "replace" its node makes room for a spare."""
+    straggler_z: float = 3.5
+    straggler_ratio: float = 1.3
+    straggler_steps: int = 20
 
 
 class HangRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +65,10 @@ class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
     keep_durable: int = 3
     commit_timeout_s: float = 60.0
     """How long the end of a script waits for its last checkpoint to be committed."""
+    spike_z: float = 0.0
+    """A loss so many robust standard deviations above the last ones holds checkpoints back; 0 = none does."""
+    fingerprint_every_steps: int = 0
+    """Steps between two comparisons of the state that must be the same on all ranks; 0 = none."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):

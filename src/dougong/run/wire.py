@@ -171,6 +171,13 @@ class ToAgent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of what the controller says."""
 
 
+class Skip(msgspec.Struct, frozen=True, array_like=True):
+    """One batch to pass over: the one that this generation trained as this step, on every rank."""
+
+    step: int
+    generation: int
+
+
 class Restore(msgspec.Struct, frozen=True, kw_only=True):
     """From where the ranks take their state."""
 
@@ -178,6 +185,7 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     directory: str = ""
     reason: str = ""
+    skips: tuple[Skip, ...] = ()
 
 
 class Welcome(ToAgent, frozen=True, kw_only=True):
@@ -217,6 +225,12 @@ class StopAt(ToAgent, frozen=True, kw_only=True):
     step: int
 
 
+class HoldSaves(ToAgent, frozen=True, kw_only=True):
+    """No rank takes a checkpoint up to this step: the loss of one of them is bad."""
+
+    until_step: int
+
+
 class Deliver(ToAgent, frozen=True, kw_only=True):
     """A letter for a worker."""
 
@@ -241,7 +255,7 @@ class Dismiss(ToAgent, frozen=True, kw_only=True):
     is_memory_kept: bool
 
 
-ControllerMessage = Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | Dismiss | Preflight
+ControllerMessage = Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | Dismiss | Preflight | HoldSaves
 
 
 class Connection:

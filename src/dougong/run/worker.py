@@ -64,10 +64,10 @@ def is_broken_collective(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(mark in text for mark in _BROKEN_MARKS)
 
 
-def do_control_fault(page: Page) -> None:
-    """Do the fault that a chaos schedule asked this rank for, if any."""
-    match page.take_fault():
-        case ControlFault.NONE:
+def do_control_fault(fault: ControlFault) -> None:
+    """Do the fault that a chaos schedule asked this rank for, if any; what it takes the model for is done elsewhere."""
+    match fault:
+        case ControlFault.NONE | ControlFault.FLIP:
             return
         case ControlFault.HANG:
             lock = threading.Lock()
@@ -118,7 +118,7 @@ def _watch_optimizer(page: Page, place: WorkerPlace) -> None:
         page.enter(Phase.STEP, now_ns=now_ns)
         began_ns[0] = now_ns
         if place.is_chaos:
-            do_control_fault(page)
+            do_control_fault(page.take_fault())
 
     register_optimizer_step_post_hook(after_step)
 

@@ -37,6 +37,7 @@ from dougong.event.kinds import (
     PreflightDone,
     Recorded,
     RecoveryDecided,
+    ReplicasCompared,
     SnapshotRefused,
     StateRestored,
     StepFinished,
@@ -157,6 +158,7 @@ class JobFold:
                 | BatchesSkipped()
                 | StragglerNamed()
                 | CorruptionSuspected()
+                | ReplicasCompared()
             ):
                 pass
             case _:
