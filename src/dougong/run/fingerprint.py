@@ -36,9 +36,10 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
-    num_bytes = flat.numel() * flat.element_size()
-    if num_bytes % 8 == 0 and flat.data_ptr() % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
-        return flat.view(torch.int64).sum()
+    if flat.numel() * flat.element_size() % 8 == 0:
+        # the sum must not depend on where a rank's copy happens to lie
+        is_aligned = flat.storage_offset() * flat.element_size() % 8 == 0 and flat.data_ptr() % 8 == 0
+        return (flat if is_aligned else flat.clone()).view(torch.int64).sum()
     return flat.view(_INTEGER[flat.element_size()]).sum(dtype=torch.int64)
 
 
