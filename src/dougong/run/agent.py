@@ -23,6 +23,7 @@ from dougong.backend.local import process
 from dougong.clock import Clock
 from dougong.run import wire
 from dougong.run.activity import ActivityState, advance
+from dougong.run.evidence import take_evidence
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
 from dougong.run.letters import post, read_from_worker, unread
 from dougong.run.page import Page, StepRecord
@@ -30,7 +31,6 @@ from dougong.run.place import place_of, torchrun_variables, worker_variables
 from dougong.run.probe import probe
 from dougong.run.settings import RunSettings
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.stacks import take_stack
 from dougong.run.zygote_link import ZygoteLink
 
 _TICK_S = 0.02
@@ -389,14 +389,16 @@ class Agent:
                 process.kill(worker.worker.pid, signal.SIGTERM)
             await self._wait_gone(victims, timeout_s=order.grace_s)
         await self._end(victims)
-        undead = tuple(worker.worker.rank for worker in victims if process.is_alive(worker.worker.pid))
+        alive = [worker.worker for worker in victims if process.is_alive(worker.worker.pid)]
+        states = (process.read(worker.pid) for worker in alive)
         snapshots = await asyncio.to_thread(snapshots_in, self._node, is_verified=True)
         self._tell(
             wire.Killed(
                 generation=order.generation,
                 snapshots=snapshots,
                 free_port=free_port(_listen_host(self._settings)),
-                undead=undead,
+                undead=tuple(worker.rank for worker in alive),
+                undead_states=tuple("?" if reading is None else reading.state for reading in states),
             ),
             is_kept=False,
         )
@@ -416,9 +418,18 @@ class Agent:
 
     async def _take_stacks(self, generation: int) -> None:
         workers = [worker for worker in self._workers.values() if worker.worker.generation == generation]
-        texts = await asyncio.gather(*(take_stack(worker.worker.pid) for worker in workers))
-        pairs = tuple((worker.worker.rank, text) for worker, text in zip(workers, texts, strict=True))
-        self._tell(wire.StacksTaken(generation=generation, stacks=pairs), is_kept=False)
+        ranks = await asyncio.gather(
+            *(
+                take_evidence(
+                    worker.worker.rank,
+                    pid=worker.worker.pid,
+                    page=worker.page,
+                    flight_path=self._node.flight(worker.worker.rank),
+                )
+                for worker in workers
+            )
+        )
+        self._tell(wire.StacksTaken(generation=generation, ranks=tuple(ranks)), is_kept=False)
 
     async def _preflight(self, order: wire.Preflight) -> None:
         answer = await probe(order, node=self._node, run=self._run, settings=self._settings, zygote=self._zygote)

@@ -10,12 +10,14 @@ for step in job.steps(until=1000):         # resumes, or rolls back, to the exac
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -187,6 +189,29 @@ class Job:
             if step.is_finished:
                 self._between_steps()
         self._finish()
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """`with job.compiling():` around what compiles for long (`torch.compile`, CUDA graphs), in a step or outside.
+
+        A hang in there is found after `hang.compile_s` instead of the few seconds of a step.
+        """
+        return self._in_phase(Phase.COMPILE)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """`with job.evaluating():` around an evaluation between two steps; its budget is `hang.evaluation_s`."""
+        return self._in_phase(Phase.EVALUATION)
+
+    @contextlib.contextmanager
+    def _in_phase(self, phase: Phase) -> Generator[None]:
+        if self._page is None:
+            yield
+            return
+        before = self._page.phase
+        self._page.enter(phase, now_ns=time.monotonic_ns())
+        try:
+            yield
+        finally:
+            self._page.enter(before, now_ns=time.monotonic_ns())
 
     # --- called by Step ---
 

@@ -23,6 +23,7 @@ from dougong.run import decide as rules
 from dougong.run import letters, wire
 from dougong.run.announcements import Announcements
 from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_good
+from dougong.run.evidence import Bundle, flights_of, write_bundle
 from dougong.run.fitness import Fitness, untested_at_start
 from dougong.run.hang import Finding, find_hang
 from dougong.run.history import JobHistory
@@ -100,7 +101,7 @@ class Controller:
         self._pending: rules.Place | None = None
         self._stop_since_s: float | None = None
         self._is_stop_sent = False
-        self._stacks: dict[int, str] = {}
+        self._evidence: dict[int, wire.RankEvidence] = {}
         self._stacks_from: set[str] = set()
         self._last_stall_s = 0.0
         self._wake = asyncio.Event()
@@ -217,6 +218,8 @@ class Controller:
                 await self._restart_agent(decision.component)
             case rules.LoseNode():
                 self._lose_node(decision.component, decision.reason)
+            case rules.Quarantine():
+                self._record_all(self._fitness.quarantine(decision.component, decision.reason))
             case rules.Interrupt():
                 await self._interrupt(decision)
             case rules.Place():
@@ -398,6 +401,7 @@ class Controller:
                 if message.generation >= self._generation:
                     node.verified = message.snapshots
                     node.free_port = message.free_port
+                    node.note_undead(message)
                     if not message.undead:
                         self._killed.add(node.component)
                     if self._is_stop_sent and self._status == "running":
@@ -406,7 +410,7 @@ class Controller:
                 self._fitness.hear(node.component, message)
             case wire.StacksTaken():
                 if message.generation == self._generation:
-                    self._stacks.update(message.stacks)
+                    self._evidence.update({one.rank: one for one in message.ranks})
                     self._stacks_from.add(node.component)
         self._wake.set()
 
@@ -617,7 +621,7 @@ class Controller:
         return find_hang(statuses, learnt=self._progress.learnt(), rule=self._settings.hang)
 
     async def _gather_stacks(self) -> None:
-        self._stacks.clear()
+        self._evidence.clear()
         self._stacks_from.clear()
         asked = {placed.component for placed in self._placement if self._nodes[placed.component].connection is not None}
         for component in asked:
@@ -628,11 +632,9 @@ class Controller:
 
     def _write_evidence(self, finding_reason: str, verdict: str) -> str:
         directory = self._run.evidence / f"generation-{self._generation:03d}"
-        lines = [finding_reason, verdict, ""]
-        for rank, text in sorted(self._stacks.items()):
-            lines += [f"=== rank {rank}", text]
+        ranks = tuple(one for _, one in sorted(self._evidence.items()))
         try:
-            write_atomically(directory / "stacks.txt", "\n".join(lines).encode())
+            write_bundle(directory, Bundle(reason=finding_reason, verdict=verdict, ranks=ranks))
         except OSError as error:
             return f"could not be written: {error}"
         return str(directory.relative_to(self._run.root))
@@ -647,7 +649,9 @@ class Controller:
             onset_ns = onset_of_silence_ns(ranks_of(self._nodes.values()), now_ns=self._clock.wall_ns())
             await self._gather_stacks()
             if loss.cause_class == "hang":
-                rank, verdict = name_culprit(self._stacks, suspect=loss.rank)
+                stacks = {one.rank: one.stack for one in self._evidence.values()}
+                flights = flights_of(tuple(self._evidence.values()))
+                rank, verdict = name_culprit(stacks, suspect=loss.rank, flights=flights)
                 component = next(placed.component for placed in self._placement if placed.rank == rank)
                 detail = f"{detail}; {verdict}"
             evidence = self._write_evidence(decision.reason, detail)

@@ -31,6 +31,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float = 0.0
     is_quarantined: bool = False
     """It may answer, but is given no work."""
+    undead: str = ""
+    """Workers that SIGKILL does not end, in words."""
     is_agent_asked: bool = False
     """A new agent was asked for and its backend did not refuse."""
 
@@ -95,6 +97,13 @@ class LoseNode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class Quarantine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The node answers, but must be given no more work."""
+
+    component: str
+    reason: str
+
+
 class Interrupt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The generation is broken: say so once, end all its workers."""
 
@@ -131,9 +140,11 @@ class GiveUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Decision = Wait | RestartAgent | LoseNode | Interrupt | Place | ProbeNodes | Finish | Stop | GiveUp
+Decision = Wait | RestartAgent | LoseNode | Quarantine | Interrupt | Place | ProbeNodes | Finish | Stop | GiveUp
 
 _SETTLE_S = 0.25
+_DISK_WAIT = ": D is a wait in the kernel, for a device or a file system, that nothing can interrupt"
+_ANSWER_S = 2.0  # an agent that has waited for its workers in vain says so; that takes a moment
 _CAUSE_CLASS: dict[FindingKind, CauseClass] = {"stopped": "stopped", "hang": "hang", "unwound": "network"}
 
 
@@ -264,13 +275,20 @@ def _while_running(view: JobView) -> Decision:
 
 
 def _while_tearing_down(view: JobView, policy: Policy) -> Decision:
-    waiting = {
-        placed.component
-        for placed in view.placement
+    in_use = {placed.component for placed in view.placement}
+    unended = [
+        node
         for node in view.nodes
-        if node.component == placed.component and not node.is_lost and placed.component not in view.killed_nodes
-    }
-    if waiting and view.teardown_s > policy.teardown_s:
+        if node.component in in_use and not node.is_lost and node.component not in view.killed_nodes
+    ]
+    for node in unended:
+        if node.undead and not node.is_quarantined:
+            return Quarantine(
+                component=node.component,
+                reason=f"{node.undead} {policy.teardown_s:g} s after SIGKILL{_DISK_WAIT * ('state D' in node.undead)}",
+            )
+    waiting = {node.component for node in unended if not node.undead}
+    if waiting and view.teardown_s > policy.teardown_s + _ANSWER_S:
         return LoseNode(component=min(waiting), reason=f"its workers did not die within {policy.teardown_s:g} s")
     if waiting:
         return Wait(reason=f"workers are being ended on {', '.join(sorted(waiting))}")

@@ -77,6 +77,10 @@ class NodeDirectory(msgspec.Struct, frozen=True):
     def inbox(self, rank: int) -> Path:
         return self.root / f"rank-{rank}.in"
 
+    def flight(self, rank: int) -> Path:
+        """The rank's record of its last collectives, written when asked for."""
+        return self.root / f"rank-{rank}.flight.json"
+
     @property
     def preflight_box(self) -> Path:
         """Where the tests of a pre-flight leave their answers."""

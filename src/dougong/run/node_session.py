@@ -24,6 +24,7 @@ class NodeSession:
         self.status: wire.Status | None = None
         self.status_s = 0.0
         self.verified: tuple[wire.SnapshotStatus, ...] = ()
+        self.undead = ""
 
     def open(self, connection: wire.Connection, hello: wire.Hello, *, now_s: float) -> None:
         """Its agent is there, for the first time or again."""
@@ -35,12 +36,18 @@ class NodeSession:
         self.free_port = hello.free_port
         self.status = None
         self.verified = hello.snapshots
+        self.undead = ""
 
     def lose_connection(self, *, now_s: float) -> None:
         """What was last heard does not count any more."""
         self.connection = None
         self.gone_since_s = now_s
         self.status = None
+
+    def note_undead(self, message: wire.Killed) -> None:
+        """Its agent has tried to end the workers; those that will not die, in words."""
+        states = zip(message.undead, message.undead_states, strict=False)
+        self.undead = ", ".join(f"rank {rank} in state {state}" for rank, state in states)
 
     def send(self, message: wire.ToAgent) -> None:
         """Say something to the agent; nothing if there is none, which `decide` will see to."""
@@ -55,6 +62,7 @@ class NodeSession:
             is_lost=self.is_lost,
             is_ready=is_ready,
             is_quarantined=is_quarantined,
+            undead=self.undead,
             was_connected=self.was_connected or was_known,
             silent_s=0.0 if self.connection is not None else now_s - self.gone_since_s,
             is_agent_asked=self.is_agent_asked,

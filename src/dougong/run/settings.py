@@ -55,6 +55,11 @@ class HangRule(msgspec.Struct, frozen=True, kw_only=True):
     active_s: float = 600.0
     stopped_s: float = 1.0
     unwound_s: float = 1.5
+    first_step_s: float = 60.0
+    """In the first step of a start, until the first one of this job is known."""
+    checkpoint_s: float = 60.0
+    compile_s: float = 1800.0
+    evaluation_s: float = 600.0
 
 
 class SaveRule(msgspec.Struct, frozen=True, kw_only=True):

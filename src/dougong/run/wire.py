@@ -138,13 +138,25 @@ class Killed(ToController, frozen=True, kw_only=True):
     snapshots: tuple[SnapshotStatus, ...]
     free_port: int
     undead: tuple[int, ...] = ()
+    """Ranks that SIGKILL has not ended within the time for it, in order with `undead_states`."""
+    undead_states: tuple[str, ...] = ()
+    """As in /proc: "D" = the kernel waits for a device or a file system, and nothing can interrupt it."""
+
+
+class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What could be had of one rank: its Python stacks, its threads as the kernel sees them, its last collectives."""
+
+    rank: int
+    stack: str
+    threads: str
+    flight: str
 
 
 class StacksTaken(ToController, frozen=True, kw_only=True):
-    """The stacks of the node's ranks: (rank, text)."""
+    """The evidence of the node's ranks."""
 
     generation: int
-    stacks: tuple[tuple[int, str], ...]
+    ranks: tuple[RankEvidence, ...]
 
 
 class Preflighted(ToController, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from dougong.run.flight import answer_asks
 from dougong.run.fork import ForkRequest
 from dougong.run.letters import ErrorRaised, ScriptEnded, post
 from dougong.run.page import ControlFault, Page, Phase, StepRecord
@@ -41,6 +42,7 @@ def run_worker(request: ForkRequest) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _name_process(f"rank{place.rank}")
     if "torch" in sys.modules:
+        answer_asks(page, place.node.flight(place.rank))
         _watch_optimizer(page, place)
     try:
         _run_script(request.command)
