@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from dougong.run.bad_loss import BadLossDesk, ids_of, samples_of, skips_before
-from dougong.run.letters import LossFoundBad, SaveRefused
+from dougong.run.letters import LossFoundBad, SaveRefused, Skip
 from dougong.run.settings import Policy
-from dougong.run.wire import Skip
 
 SKIP = Policy(bad_loss="roll-back-and-skip")
 

@@ -8,11 +8,11 @@ import pytest
 
 from dougong.event.kinds import CorruptionSuspected, Placed, ReplicasCompared, SnapshotRefused, StragglerNamed
 from dougong.run.history import JobHistory
-from dougong.run.letters import Fingerprinted, LossFoundBad, SaveRefused
+from dougong.run.letters import Fingerprinted, LossFoundBad, SaveRefused, Skip
 from dougong.run.page import StepRecord
 from dougong.run.settings import Policy
 from dougong.run.vigil import News, Vigil
-from dougong.run.wire import Restore, Skip
+from dougong.run.wire import Restore
 from tests.run.made_settings import settings_at
 
 NODES = ("a", "b", "c")

@@ -12,9 +12,8 @@ from pathlib import Path
 import msgspec
 
 from dougong.event.kinds import BatchesSkipped, SnapshotRefused
-from dougong.run.letters import LossFoundBad, SaveRefused
+from dougong.run.letters import LossFoundBad, SaveRefused, Skip
 from dougong.run.settings import Policy
-from dougong.run.wire import Skip
 
 _TAIL_BYTES = 16 << 20
 _OTHERS_S = 2.0

@@ -134,6 +134,16 @@ def newest_good(
     return None, tuple(rejected)
 
 
+def newest_committed(
+    url: str, *, trusts: Callable[[int, int], bool] = lambda generation, step: True
+) -> tuple[int, str] | None:
+    """The newest durable checkpoint that counts as good, its bytes unread."""
+    for stored in manifest.list_stored(url):
+        if stored.is_committed and not stored.is_rejected and trusts(stored.generation, stored.step):
+            return stored.step, stored.directory
+    return None
+
+
 def _mark_rejected(url: str, stored: manifest.Stored, reason: str) -> None:
     """A disk that does not take the mark must not hinder the recovery: the checkpoint is passed over all the same."""
     with contextlib.suppress(OSError):

@@ -33,7 +33,7 @@ from dougong.event.kinds import (
     WorkerLost,
 )
 from dougong.run.corruption import Distrust
-from dougong.run.wire import Skip
+from dougong.run.letters import Skip
 
 
 class JobHistory(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,13 @@ from dougong.run.manifest import FileRecord, ItemRecord
 _serial = itertools.count()
 
 
+class Skip(msgspec.Struct, frozen=True, array_like=True):
+    """One batch to pass over: the one that this generation trained as this step, on every rank."""
+
+    step: int
+    generation: int
+
+
 class Letter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all letters."""
 
@@ -169,11 +176,15 @@ class DropCheckpoint(Letter, frozen=True, kw_only=True):
 
 
 class Rejoin(Letter, frozen=True, kw_only=True):
-    """To a rank that unwound: form a new group with this store, roll back to `restore_step` from memory, go on."""
+    """To a rank that unwound: roll back to this state, form a new group with this store, go on."""
 
     master_address: str
     master_port: int
+    restore_source: Literal["none", "memory", "peer", "durable"]
     restore_step: int
+    restore_generation: int = 0
+    restore_directory: str = ""
+    skips: tuple[Skip, ...] = ()
 
 
 AgentLetter = WriteMetadata | DropCheckpoint | Rejoin

@@ -9,8 +9,9 @@ from typing import Literal
 import msgspec
 
 from dougong.run.layout import NodeDirectory, RunDirectory
+from dougong.run.letters import Skip
 from dougong.run.settings import RunSettings
-from dougong.run.wire import Launch, Skip
+from dougong.run.wire import Launch
 
 VARIABLE = "DOUGONG_WORKER"
 PREFLIGHT_VARIABLE = "DOUGONG_PREFLIGHT"
@@ -35,6 +36,10 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     commit_timeout_s: float
     wants_peak: bool
     is_chaos: bool
+    restore_generation: int = 0
+    """The generation that wrote the memory checkpoint; 0 = the newest that has the step."""
+    is_newcomer: bool = False
+    """Its peers stayed in their processes: it builds its model alone and joins them when the steps begin."""
     skips: tuple[Skip, ...] = ()
     spike_z: float = 0.0
     fingerprint_every_steps: int = 0
@@ -109,6 +114,8 @@ def place_of(
         commit_timeout_s=settings.save.commit_timeout_s,
         wants_peak=launch.generation == 1 and settings.peak_flop_per_s is None,
         is_chaos=settings.is_chaos,
+        restore_generation=launch.restore.generation,
+        is_newcomer=bool(launch.staying),
         skips=launch.restore.skips,
         spike_z=settings.save.spike_z,
         fingerprint_every_steps=settings.save.fingerprint_every_steps,

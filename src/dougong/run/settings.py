@@ -33,6 +33,16 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for a node when none is left to take a lost one's place."""
     teardown_s: float = 10.0
     """How long the workers of a node may take to die before the node counts as lost."""
+    is_in_process: bool = True
+    """May ranks that are well stay in their processes while a lost one is replaced?"""
+    unwind_s: float = 5.0
+    """How long they may take to leave their broken step (or twice their slow step, if that is longer)."""
+    rejoin_s: float = 120.0
+    """How long a recovery in the process may take before all ranks are started anew."""
+    shrink_wait_s: float = 10.0
+    """How long to wait for a node that may still come before going on with fewer (`--nnodes MIN:MAX`)."""
+    grow_wait_s: float = 10.0
+    """How long a job with fewer nodes runs before it takes in one that is free."""
     bad_loss: Literal["ignore", "stop", "roll-back-and-skip"] = "ignore"
     """What follows a loss that is not finite, or a spike. No checkpoint is taken after one, whatever the policy."""
     straggler: Literal["name", "replace"] = "name"
@@ -106,6 +116,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int = 0
     webhook_url: str = ""
     is_chaos: bool = False
+    min_nodes: int = 0
+    """With how few nodes the job may go on; 0 = with all of them only."""
     wants_preflight: bool = False
     """Test every node before the first generation of a start."""
 
