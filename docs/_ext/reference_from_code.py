@@ -20,7 +20,7 @@ from sphinx.application import Sphinx
 from dougong.event import kinds
 
 # What a script uses of `dougong.attach` and of the objects it returns.
-PUBLIC = {"attach": (), "Job": ("steps", "num_steps", "num_tokens"), "Step": ("record",)}
+PUBLIC = {"attach": (), "Job": ("steps", "num_steps", "num_tokens", "compiling", "evaluating"), "Step": ("record",)}
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 MARK = re.compile(r"<!-- from code: ([a-z-]+) -->")
 

@@ -164,6 +164,7 @@ def settings_for(
         master_port=options.master_port or 0,
         webhook_url=options.webhook,
         is_chaos=is_chaos,
+        wants_preflight=options.preflight,
         min_nodes=wanted.min_nodes,
         checkpoint_key=_absolute(options.checkpoint_key),
         lock_key=_absolute(options.lock_key),

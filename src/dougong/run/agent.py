@@ -25,13 +25,14 @@ from dougong.run import wire
 from dougong.run.activity import ActivityState, advance
 from dougong.run.copy_store import CopyStore, forget_newer
 from dougong.run.courier_link import CopyUnavailable, CourierLink
+from dougong.run.evidence import take_evidence
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
 from dougong.run.letters import OrderPut, Rejoin, post, read_from_worker, unread
 from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.place import place_of, torchrun_variables, worker_variables
+from dougong.run.probe import probe
 from dougong.run.settings import RunSettings
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.stacks import take_stack
 from dougong.run.writer_link import WriterLink
 from dougong.run.zygote_link import ZygoteLink
 
@@ -189,10 +190,15 @@ class Agent:
             case wire.StopAt():
                 for worker in self._workers.values():
                     worker.page.stop_at_step = message.step
+            case wire.HoldSaves():
+                for worker in self._workers.values():
+                    worker.page.hold_saves(until_step=message.until_step)
             case wire.Deliver():
                 post(self._node.inbox(message.rank), message.letter)
             case wire.CopyOrder():
                 self._courier.order(message)
+            case wire.Preflight():
+                self._spawn(self._preflight(message))
             case wire.Dismiss():
                 await self._leave(is_memory_kept=message.is_memory_kept)
 
@@ -269,6 +275,7 @@ class Agent:
             restore_step=restore.step,
             restore_generation=restore.generation,
             restore_directory=restore.directory,
+            skips=restore.skips,
         )
         post(self._node.inbox(rank), letter)
 
@@ -456,13 +463,15 @@ class Agent:
                 process.kill(worker.worker.pid, signal.SIGTERM)
             await self._wait_gone(victims, timeout_s=order.grace_s)
         await self._end(victims)
-        undead = tuple(worker.worker.rank for worker in victims if process.is_alive(worker.worker.pid))
+        alive = [worker.worker for worker in victims if process.is_alive(worker.worker.pid)]
+        states = (process.read(worker.pid) for worker in alive)
         self._tell(
             wire.Killed(
                 generation=order.generation,
                 snapshots=snapshots_in(self._node, is_verified=False),
                 free_port=free_port(_listen_host(self._settings)),
-                undead=undead,
+                undead=tuple(worker.rank for worker in alive),
+                undead_states=tuple("?" if reading is None else reading.state for reading in states),
                 copies=CopyStore(self._node).held(),  # a rank may have found one damaged meanwhile
             ),
             is_kept=False,
@@ -483,9 +492,23 @@ class Agent:
 
     async def _take_stacks(self, generation: int) -> None:
         workers = [worker for worker in self._workers.values() if worker.worker.generation == generation]
-        texts = await asyncio.gather(*(take_stack(worker.worker.pid) for worker in workers))
-        pairs = tuple((worker.worker.rank, text) for worker, text in zip(workers, texts, strict=True))
-        self._tell(wire.StacksTaken(generation=generation, stacks=pairs), is_kept=False)
+        ranks = await asyncio.gather(
+            *(
+                take_evidence(
+                    worker.worker.rank,
+                    pid=worker.worker.pid,
+                    page=worker.page,
+                    flight_path=self._node.flight(worker.worker.rank),
+                )
+                for worker in workers
+            )
+        )
+        self._tell(wire.StacksTaken(generation=generation, ranks=tuple(ranks)), is_kept=False)
+
+    async def _preflight(self, order: wire.Preflight) -> None:
+        answer = await probe(order, node=self._node, run=self._run, settings=self._settings, zygote=self._zygote)
+        port = free_port(_listen_host(self._settings))
+        self._tell(msgspec.structs.replace(answer, free_port=port), is_kept=False)
 
     async def _leave(self, *, is_memory_kept: bool) -> None:
         self._is_dismissed = True

@@ -10,12 +10,14 @@ for step in job.steps(until=1000):         # resumes, or rolls back, to the exac
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
@@ -26,24 +28,31 @@ import torch.distributed as dist
 
 from dougong.errors import CheckpointDamaged, UserError
 from dougong.run import manifest
+from dougong.run.bad_loss import ids_of, skips_before
 from dougong.run.capture import Capture, fenced_storages
 from dougong.run.copier import Copier, CopyJob, Done
 from dougong.run.copy_store import kept_for
 from dougong.run.data_position import DataPosition
 from dougong.run.dcp_read import DurableState
+from dougong.run.fingerprint import fingerprint, flip_bit, replicated
 from dougong.run.group import ReplaceableGroup, can_stay, default_group, join_store
 from dougong.run.letters import (
+    Fingerprinted,
+    LossFoundBad,
     ModelFound,
     PeakMeasured,
     Rejoin,
     Restored,
+    SaveRefused,
     ShardFailed,
+    Skip,
     Stopped,
     WarningGiven,
     from_agent,
     post,
 )
-from dougong.run.page import Page, Phase, StepRecord
+from dougong.run.loss_gate import LossGate
+from dougong.run.page import ControlFault, Page, Phase, StepRecord
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
 from dougong.run.put_in import move_out, tree_in_place
@@ -158,6 +167,7 @@ class Job:
             self._watch = Watch(self._page, generation=self._place.generation)
             _fence_optimizers(self._copier)
             self._ledger = _Ledger(self._place)
+        self._gate = LossGate(spike_z=0.0 if self._place is None else self._place.spike_z)
 
     @property
     def num_steps(self) -> int:
@@ -200,6 +210,7 @@ class Job:
         self._restore()
         while until is None or self._step < until:
             began_ns = time.monotonic_ns()
+            self._pass_over_skipped(is_endless=until is not None)
             batch = self._next_batch(is_endless=until is not None)
             if batch is _END:
                 break
@@ -215,6 +226,29 @@ class Job:
                 self._between_steps()
         self._finish()
 
+    def compiling(self) -> AbstractContextManager[None]:
+        """`with job.compiling():` around what compiles for long (`torch.compile`, CUDA graphs), in a step or outside.
+
+        A hang in there is found after `hang.compile_s` instead of the few seconds of a step.
+        """
+        return self._in_phase(Phase.COMPILE)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """`with job.evaluating():` around an evaluation between two steps; its budget is `hang.evaluation_s`."""
+        return self._in_phase(Phase.EVALUATION)
+
+    @contextlib.contextmanager
+    def _in_phase(self, phase: Phase) -> Generator[None]:
+        if self._page is None:
+            yield
+            return
+        before = self._page.phase
+        self._page.enter(phase, now_ns=time.monotonic_ns())
+        try:
+            yield
+        finally:
+            self._page.enter(before, now_ns=time.monotonic_ns())
+
     # --- called by Step ---
 
     def begin_step(self) -> int:
@@ -222,7 +256,12 @@ class Job:
         if self._page is not None and self._place is not None:
             self._page.enter(Phase.STEP, now_ns=now_ns)
             if self._place.is_chaos:
-                do_control_fault(self._page)
+                fault = self._page.take_fault()
+                if fault is ControlFault.FLIP:
+                    flip_bit(self._parts)
+                do_control_fault(fault)
+            if (group := default_group()) is not None:
+                group.first_entered_ns = 0
         return now_ns
 
     def finish_step(self, step: Step) -> None:
@@ -246,17 +285,41 @@ class Job:
                 tokens=step.tokens,
                 checkpoint_stall_ns=self._stall_ns,
                 between_ns=max(0, step.begin_ns - self._between_since_ns - step.data_wait_ns - self._stall_ns),
+                compute_ns=_until_first_collective_ns(step.begin_ns),
             )
         )
         self._stall_ns = 0
         self._between_since_ns = now_ns
         self._page.enter(Phase.BETWEEN, now_ns=now_ns)
+        self._look_at_loss(step)
+        self._compare_replicas()
 
-    def _write_ledger(self, step: int, samples: tuple[int, ...]) -> None:
+    def _look_at_loss(self, step: Step) -> None:
+        assert self._place is not None
+        reason = self._gate.take(step=step.number, loss=step.loss, grad_norm=step.grad_norm)
+        if reason:
+            place = self._place
+            letter = LossFoundBad(generation=place.generation, rank=place.rank, step=step.number, reason=reason)
+            post(place.node.outbox(place.rank), letter)
+
+    def _compare_replicas(self) -> None:
+        """Every so many steps: tell the fingerprint of what must be the same on all ranks now."""
+        place = self._place
+        if place is None or not place.fingerprint_every_steps or self._step % place.fingerprint_every_steps:
+            return
+        began_ns = time.monotonic_ns()
+        tensors = tuple(replicated(self._parts, world_size=place.world_size))
+        if tensors:
+            digest = fingerprint(tensors)
+            letter = Fingerprinted(generation=place.generation, rank=place.rank, step=self._step, digest=digest)
+            post(place.node.outbox(place.rank), letter)
+        self._stall_ns += time.monotonic_ns() - began_ns
+
+    def _write_ledger(self, step: int, samples: tuple[int, ...], *, is_skipped: bool = False) -> None:
         """A full disk must not stop training for the sake of the proof that it went well."""
         assert self._ledger is not None and self._place is not None
         try:
-            self._ledger.write(step, samples)
+            self._ledger.write(step, samples, is_skipped=is_skipped)
         except OSError as error:
             if not self._is_ledger_warned:
                 self._is_ledger_warned = True
@@ -299,6 +362,7 @@ class Job:
             restore_step=letter.restore_step,
             restore_generation=letter.restore_generation,
             restore_directory=letter.restore_directory,
+            skips=letter.skips,
         )
         self._persister.move_to(self._place)
         self._watch.move_to(letter.generation)
@@ -320,12 +384,22 @@ class Job:
         wants_stop = bool(page.stop_at_step) and self._step >= page.stop_at_step
         is_due = self._step % place.durable_every_steps == 0
         is_durable = wants_stop or (is_due and self._persister is not None and self._persister.may_begin(self._step))
-        if is_durable or self._step % place.memory_every_steps == 0:
+        if (is_durable or self._step % place.memory_every_steps == 0) and not self._refuses_save():
             self._save(is_durable=is_durable)
         elif not self._has_room:
             self._make_room()
         if wants_stop:
             self._leave_resumable()
+
+    def _refuses_save(self) -> bool:
+        """Is the state not worth replacing the last good one: this rank's loss is bad, or another's was lately?"""
+        assert self._place is not None and self._page is not None
+        reason = self._gate.why_refused()
+        if reason:
+            place = self._place
+            letter = SaveRefused(generation=place.generation, rank=place.rank, step=self._step, reason=reason)
+            post(place.node.outbox(place.rank), letter)
+        return bool(reason) or self._step <= self._page.saves_held_until_step
 
     def _make_room(self) -> None:
         """After the first step the size of the state is known; its memory is allocated beside the next ones."""
@@ -426,7 +500,7 @@ class Job:
             return
         assert self._copier is not None
         self._copier.wait()
-        if self._step not in (self._submitted_step, self._loaded_step):
+        if self._step not in (self._submitted_step, self._loaded_step) and not self._refuses_save():
             self._save(is_durable=True)
         self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
         self._copier.wait()
@@ -447,6 +521,7 @@ class Job:
                 self._data.load(tree["data"])
             progress = put_back(tree, self._parts)
             self._step, self._num_tokens = progress.step, progress.num_tokens
+        self._gate.forget()
         reload_ns = time.monotonic_ns() - began_ns
         if adopted is not None:
             self._save_before_change(adopted)
@@ -549,6 +624,19 @@ class Job:
             move_out(self._parts, self._files.buffer(self._files.adopted_index))
             self._files.give_back()
 
+    def _pass_over_skipped(self, *, is_endless: bool) -> None:
+        """Leave out the batches that made the loss of the coming step bad in earlier generations."""
+        if self._place is None or self._ledger is None:
+            return
+        skips = skips_before(self._step + 1, self._place.skips)
+        samples: list[int] = []
+        for skip in skips:
+            if self._next_batch(is_endless=is_endless) is _END:
+                return
+            samples += self._ledger.samples_of(skip) or ()
+        if samples:
+            self._write_ledger(self._step + 1, tuple(samples), is_skipped=True)
+
     def _next_batch(self, *, is_endless: bool) -> Any:
         if self._data is None:
             return None
@@ -563,6 +651,12 @@ class Job:
                 ) from None
             self._data.end_epoch()
             return self._data.next_batch()
+
+
+def _until_first_collective_ns(begin_ns: int) -> int:
+    """What this rank computed alone in a step; 0 = not known: only a replaceable group tells when it is entered."""
+    group = default_group()
+    return max(0, group.first_entered_ns - begin_ns) if group is not None and group.first_entered_ns else 0
 
 
 def _fence_optimizers(copier: Copier) -> None:
@@ -595,6 +689,7 @@ class Step:
         self.loss: float | None = None
         self.tokens: int | None = None
         self.samples: tuple[int, ...] | None = None
+        self.grad_norm: float | None = None
         self.begin_ns = 0
         self.data_wait_ns = data_wait_ns
         self._job = job
@@ -606,11 +701,16 @@ class Step:
         loss: float | torch.Tensor | None = None,
         tokens: int | None = None,
         samples: Sequence[int] | None = None,
+        grad_norm: float | torch.Tensor | None = None,
     ) -> None:
-        """Tell what this rank did in this step: its loss, the tokens it trained on, the ids of its samples."""
+        """Tell what this rank did in this step: its loss, the tokens it trained on, the ids of its samples.
+
+        After a loss or a `grad_norm` that is not finite no checkpoint is taken until they are finite again.
+        """
         self.loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
         self.tokens = tokens
         self.samples = None if samples is None else tuple(int(sample) for sample in samples)
+        self.grad_norm = float(grad_norm.detach()) if isinstance(grad_norm, torch.Tensor) else grad_norm
 
     def __enter__(self) -> Any:
         self.is_entered = True
@@ -638,12 +738,18 @@ class _Ledger:
     def move_to(self, generation: int) -> None:
         self._generation = generation
 
-    def write(self, step: int, samples: tuple[int, ...]) -> None:
+    def samples_of(self, skip: Skip) -> tuple[int, ...] | None:
+        """The ids that an earlier generation trained on in a step; None = they were not told."""
+        return ids_of(skip, self._path)
+
+    def write(self, step: int, samples: tuple[int, ...], *, is_skipped: bool = False) -> None:
         """Add a line. Raises OSError if the disk does not take it."""
         if self._fd is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        line = json.dumps({"step": step, "generation": self._generation, "ids": samples}, separators=(",", ":"))
+        mark = {"skipped": True} if is_skipped else {}
+        entry = {"step": step, "generation": self._generation, "ids": samples, **mark}
+        line = json.dumps(entry, separators=(",", ":"))
         os.write(self._fd, f"{line}\n".encode())
 
 

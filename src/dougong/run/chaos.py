@@ -157,6 +157,8 @@ class Injector:
                 return self._ask(fault, ControlFault.HANG)
             case "raise-worker":
                 return self._ask(fault, ControlFault.RAISE)
+            case "flip-bit":
+                return self._ask(fault, ControlFault.FLIP)
             case "kill-node":
                 component = self._node(fault)
                 self._reach.door.kill_node(component)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -200,10 +201,13 @@ class CheckpointDesk:
         return tuple(events)
 
 
-def newest_good(url: str, *, checkpoint_key: str = "") -> tuple[tuple[int, str] | None, tuple[CheckpointRejected, ...]]:
+def newest_good(
+    url: str, *, checkpoint_key: str = "", trusts: Callable[[int, int], bool] = lambda generation, step: True
+) -> tuple[tuple[int, str] | None, tuple[CheckpointRejected, ...]]:
     """The newest durable checkpoint whose every byte is right, and those that were passed over, with the reason.
 
-    With the file of its key, an encrypted one is also known to be by somebody who has that key.
+    With the file of its key, an encrypted one is also known to be by somebody who has that key. `trusts` says of a
+    generation and step whether the state was sound, whatever its bytes.
     """
     rejected: list[CheckpointRejected] = []
     sealer = None
@@ -211,6 +215,10 @@ def newest_good(url: str, *, checkpoint_key: str = "") -> tuple[tuple[int, str] 
         with contextlib.suppress(UserError):  # the ranks will say it: they cannot read without it
             sealer = load_sealer(checkpoint_key)
     for stored in manifest.list_stored(url):
+        if not trusts(stored.generation, stored.step):
+            reason = "saved after a bad loss, or since the ranks' states were last found equal"
+            rejected.append(CheckpointRejected(step=stored.step, tier="durable", path=stored.directory, reason=reason))
+            continue
         try:
             manifest.verify(url, stored.directory, sealer=sealer)
         except (CheckpointDamaged, OSError) as error:
@@ -223,10 +231,12 @@ def newest_good(url: str, *, checkpoint_key: str = "") -> tuple[tuple[int, str] 
     return None, tuple(rejected)
 
 
-def newest_committed(url: str) -> tuple[int, str] | None:
+def newest_committed(
+    url: str, *, trusts: Callable[[int, int], bool] = lambda generation, step: True
+) -> tuple[int, str] | None:
     """The newest durable checkpoint that counts as good, its bytes unread."""
     for stored in manifest.list_stored(url):
-        if stored.is_committed and not stored.is_rejected:
+        if stored.is_committed and not stored.is_rejected and trusts(stored.generation, stored.step):
             return stored.step, stored.directory
     return None
 

@@ -86,6 +86,15 @@ class NodeDirectory(msgspec.Struct, frozen=True):
         """Copies of memory checkpoints, a folder for each node whose ranks they are of."""
         return self.root / "copies"
 
+    def flight(self, rank: int) -> Path:
+        """The rank's record of its last collectives, written when asked for."""
+        return self.root / f"rank-{rank}.flight.json"
+
+    @property
+    def preflight_box(self) -> Path:
+        """Where the tests of a pre-flight leave their answers."""
+        return self.root / "preflight.out"
+
     @property
     def workers(self) -> Path:
         """The running workers, for an agent that comes back."""

@@ -23,6 +23,13 @@ StorageCause = Literal["full", "read-only", "slow", "gone", "other"]
 """Why storage did not take a checkpoint."""
 
 
+class Skip(msgspec.Struct, frozen=True, array_like=True):
+    """One batch to pass over: the one that this generation trained as this step, on every rank."""
+
+    step: int
+    generation: int
+
+
 class Letter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all letters."""
 
@@ -101,6 +108,38 @@ class MetadataWritten(Letter, frozen=True, kw_only=True):
     file: FileRecord
 
 
+class LossFoundBad(Letter, frozen=True, kw_only=True):
+    """The loss or the gradient norm of this rank has turned bad in `step`; those before were good."""
+
+    step: int
+    reason: str
+
+
+class SaveRefused(Letter, frozen=True, kw_only=True):
+    """This rank took no checkpoint at `step`, since a loss before it was bad."""
+
+    step: int
+    reason: str
+
+
+class Fingerprinted(Letter, frozen=True, kw_only=True):
+    """The fingerprint of what must be the same on all ranks right after `step`."""
+
+    step: int
+    digest: str
+
+
+class Probed(Letter, frozen=True, kw_only=True):
+    """What one rank's test of a pre-flight came to. `generation` is the serial number of the pre-flight.
+
+    `flop_per_s` of a product of matrices; `bytes_per_s` of an all-reduce with the partner node.
+    """
+
+    flop_per_s: float | None = None
+    bytes_per_s: float | None = None
+    is_exact: bool = True
+
+
 class ErrorRaised(Letter, frozen=True, kw_only=True):
     """The script ended with an exception."""
 
@@ -136,6 +175,10 @@ WorkerLetter = (
     | ScriptEnded
     | Stopped
     | WarningGiven
+    | Probed
+    | LossFoundBad
+    | SaveRefused
+    | Fingerprinted
 )
 
 
@@ -178,6 +221,7 @@ class Rejoin(Letter, frozen=True, kw_only=True):
     restore_step: int
     restore_generation: int = 0
     restore_directory: str = ""
+    skips: tuple[Skip, ...] = ()
 
 
 AgentLetter = WriteMetadata | OrderDone | CheckpointCommitted | DropCheckpoint | Rejoin

@@ -26,6 +26,7 @@ class NodeSession:
         self.verified: tuple[wire.SnapshotStatus, ...] = ()
         self.courier_port = 0
         self.copies: tuple[wire.CopyStatus, ...] = ()
+        self.undead = ""
 
     def open(self, connection: wire.Connection, hello: wire.Hello, *, now_s: float) -> None:
         """Its agent is there, for the first time or again."""
@@ -39,6 +40,7 @@ class NodeSession:
         self.verified = hello.snapshots
         self.courier_port = hello.courier_port
         self.copies = hello.copies
+        self.undead = ""
 
     def lose_connection(self, *, now_s: float) -> None:
         """What was last heard does not count any more."""
@@ -46,18 +48,25 @@ class NodeSession:
         self.gone_since_s = now_s
         self.status = None
 
+    def note_undead(self, message: wire.Killed) -> None:
+        """Its agent has tried to end the workers; those that will not die, in words."""
+        states = zip(message.undead, message.undead_states, strict=False)
+        self.undead = ", ".join(f"rank {rank} in state {state}" for rank, state in states)
+
     def send(self, message: wire.ToAgent) -> None:
         """Say something to the agent; nothing if there is none, which `decide` will see to."""
         if self.connection is not None:
             self.connection.send(message)
 
-    def view(self, *, now_s: float, was_known: bool, is_ready: bool) -> NodeView:
+    def view(self, *, now_s: float, was_known: bool, is_ready: bool, is_quarantined: bool = False) -> NodeView:
         """The node as decisions see it. `was_known`: an earlier controller had it."""
         return NodeView(
             component=self.component,
             is_connected=self.connection is not None,
             is_lost=self.is_lost,
             is_ready=is_ready,
+            is_quarantined=is_quarantined,
+            undead=self.undead,
             was_connected=self.was_connected or was_known,
             silent_s=0.0 if self.connection is not None else now_s - self.gone_since_s,
             is_agent_asked=self.is_agent_asked,

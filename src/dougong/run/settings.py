@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -42,6 +43,13 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for a node that may still come before going on with fewer (`--nnodes MIN:MAX`)."""
     grow_wait_s: float = 10.0
     """How long a job with fewer nodes runs before it takes in one that is free."""
+    bad_loss: Literal["ignore", "stop", "roll-back-and-skip"] = "ignore"
+    """What follows a loss that is not finite, or a spike. No checkpoint is taken after one, whatever the policy."""
+    straggler: Literal["name", "replace"] = "name"
+    """A rank that computes much more slowly than the others is named; by "replace" its node makes room for a spare."""
+    straggler_z: float = 3.5
+    straggler_ratio: float = 1.3
+    straggler_steps: int = 20
 
 
 class HangRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +65,11 @@ class HangRule(msgspec.Struct, frozen=True, kw_only=True):
     active_s: float = 600.0
     stopped_s: float = 1.0
     unwound_s: float = 3.0
+    first_step_s: float = 60.0
+    """In the first step of a start, until the first one of this job is known."""
+    checkpoint_s: float = 60.0
+    compile_s: float = 1800.0
+    evaluation_s: float = 600.0
 
 
 class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +94,10 @@ class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
     """Copying takes at most this share of the time: a round that took long is followed by a longer pause."""
     peer_max_bytes_per_s: float = 0.0
     """No courier sends faster; 0 = as fast as it goes."""
+    spike_z: float = 0.0
+    """A loss so many robust standard deviations above the last ones holds checkpoints back; 0 = none does."""
+    fingerprint_every_steps: int = 0
+    """Steps between two comparisons of the state that must be the same on all ranks; 0 = none."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +136,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The file of the key that encrypts durable checkpoints, on every node; "" = they are plain."""
     lock_key: str = ""
     """The file of the owner's key of retention locks, where the controller runs; "" = only time opens them."""
+    wants_preflight: bool = False
+    """Test every node before the first generation of a start."""
 
     @property
     def world_size(self) -> int:

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from dougong.errors import WorldError
-from dougong.run.letters import AgentLetter, WorkerLetter
+from dougong.run.letters import AgentLetter, Skip, WorkerLetter
 from dougong.run.page import StepRecord
 
 _MAX_FRAME_BYTES = 64 * 2**20
@@ -182,18 +182,52 @@ class Killed(ToController, frozen=True, kw_only=True):
     snapshots: tuple[SnapshotStatus, ...]
     free_port: int
     undead: tuple[int, ...] = ()
+    """Ranks that SIGKILL has not ended within the time for it, in order with `undead_states`."""
+    undead_states: tuple[str, ...] = ()
+    """As in /proc: "D" = the kernel waits for a device or a file system, and nothing can interrupt it."""
     copies: tuple[CopyStatus, ...] = ()
 
 
+class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What could be had of one rank: its Python stacks, its threads as the kernel sees them, its last collectives."""
+
+    rank: int
+    stack: str
+    threads: str
+    flight: str
+
+
 class StacksTaken(ToController, frozen=True, kw_only=True):
-    """The stacks of the node's ranks: (rank, text)."""
+    """The evidence of the node's ranks."""
 
     generation: int
-    stacks: tuple[tuple[int, str], ...]
+    ranks: tuple[RankEvidence, ...]
+
+
+class Preflighted(ToController, frozen=True, kw_only=True):
+    """How the node did in one stage of a pre-flight: its slowest rank. `failure` "" = it ended well."""
+
+    serial: int
+    stage: int
+    free_port: int
+    flop_per_s: float | None = None
+    bytes_per_s: float | None = None
+    is_exact: bool = True
+    failure: str = ""
 
 
 AgentMessage = (
-    Hello | Status | Steps | Received | WorkerEnded | Launched | LaunchFailed | Killed | StacksTaken | CopiesHeld
+    Hello
+    | Status
+    | Steps
+    | Received
+    | WorkerEnded
+    | Launched
+    | LaunchFailed
+    | Killed
+    | StacksTaken
+    | CopiesHeld
+    | Preflighted
 )
 
 
@@ -215,9 +249,9 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     """That wrote a memory checkpoint."""
     world_size: int = 0
     """Of the ranks that saved it; 0 = as many as now, or as the checkpoint says."""
-    """Of a state in memory: the generation that saved it."""
     origins: tuple[Origin, ...] = ()
     """Of the ranks whose state is brought into their node's memory before they start."""
+    skips: tuple[Skip, ...] = ()
 
 
 class Welcome(ToAgent, frozen=True, kw_only=True):
@@ -265,6 +299,12 @@ class StopAt(ToAgent, frozen=True, kw_only=True):
     step: int
 
 
+class HoldSaves(ToAgent, frozen=True, kw_only=True):
+    """No rank takes a checkpoint up to this step: the loss of one of them is bad."""
+
+    until_step: int
+
+
 class Deliver(ToAgent, frozen=True, kw_only=True):
     """A letter for a worker."""
 
@@ -288,13 +328,26 @@ class CopyOrder(ToAgent, frozen=True, kw_only=True):
     peers: tuple[CourierAddress, ...]
 
 
+class Preflight(ToAgent, frozen=True, kw_only=True):
+    """Test this node: stage 0 alone, later stages together with another one. `node_index` 0 holds the store."""
+
+    serial: int
+    stage: int
+    timeout_s: float
+    node_index: int = 0
+    master_address: str = ""
+    master_port: int = 0
+
+
 class Dismiss(ToAgent, frozen=True, kw_only=True):
     """The run is over: end all, give the memory back if told, leave."""
 
     is_memory_kept: bool
 
 
-ControllerMessage = Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | CopyOrder | Dismiss
+ControllerMessage = (
+    Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | CopyOrder | Dismiss | Preflight | HoldSaves
+)
 
 
 class Connection:

@@ -19,6 +19,7 @@ FaultKind = Literal[
     "stop-worker",  # SIGSTOP to one rank
     "hang-worker",  # one rank takes a lock that is never released
     "raise-worker",  # one rank raises a Python exception
+    "flip-bit",  # one bit of one rank's parameters flips, without a word
     "kill-node",  # an agent with all its workers
     "kill-agent",  # an agent alone
     "kill-controller",
@@ -26,7 +27,7 @@ FaultKind = Literal[
     "tear-checkpoint",  # the writer of a durable checkpoint is killed half way
 ]
 
-_OF_RANK = ("kill-worker", "stop-worker", "hang-worker", "raise-worker", "tear-checkpoint")
+_OF_RANK = ("kill-worker", "stop-worker", "hang-worker", "raise-worker", "flip-bit", "tear-checkpoint")
 _OF_NODE = ("kill-node", "kill-agent")
 
 
