@@ -38,6 +38,7 @@ from dougong.run.letters import (
     from_agent,
     post,
 )
+from dougong.run.log_continuation import ContinuedWriter
 from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
@@ -108,6 +109,9 @@ class Job:
         self._is_ledger_warned = False
         self._submitted_step = 0
         self._loaded_step = 0
+        self._resumed_step = 0
+        self._tree_ahead: dict[str, Any] | None = None
+        self._log_writers: list[ContinuedWriter] = []
         self.rank, self.world_size = rank_and_world_size()
         if self._place is not None:
             self._page = Page.open(self._place.node.page(self._place.rank))
@@ -280,6 +284,8 @@ class Job:
         assert self._files is not None and self._persister is not None
         began_ns = time.monotonic_ns()
         self._page.enter(Phase.CHECKPOINT, now_ns=began_ns)
+        for writer in self._log_writers:
+            writer.flush()  # what was logged up to this step must not be lost when the run goes back to it
         if is_durable:
             self._persister.wait_idle()
         tree = gather(
@@ -352,6 +358,9 @@ class Job:
         # a state that was loaded from a durable checkpoint has one already; of another generation's none is known
         self._submitted_step = 0
         self._loaded_step = self._step if place.restore_source == "durable" else 0
+        self._resumed_step = self._step
+        for writer in self._log_writers:
+            writer.go_back(self._step)
         page.mark_restored(step=self._step)
         now_ns = time.monotonic_ns()
         page.enter(Phase.STARTING, now_ns=now_ns)
@@ -366,6 +375,9 @@ class Job:
         post(place.node.outbox(place.rank), letter)
 
     def _saved_tree(self, place: WorkerPlace) -> dict[str, Any] | None:
+        if self._tree_ahead is not None:  # `saved_part` has read it
+            tree, self._tree_ahead = self._tree_ahead, None
+            return tree
         match place.restore_source:
             case "none":
                 return None
@@ -390,6 +402,66 @@ class Job:
                 ) from None
             self._data.end_epoch()
             return self._data.next_batch()
+
+    # --- for loops that belong to somebody else: `dougong.run.hooks` and the framework callbacks ---
+
+    @property
+    def resumed_step(self) -> int:
+        """The step whose state this process took up, or went back to, last; 0 = it began anew."""
+        return self._resumed_step
+
+    @property
+    def is_resuming(self) -> bool:
+        """There is a saved state to take up."""
+        return self._place is not None and self._place.restore_source != "none"
+
+    @property
+    def is_in_run(self) -> bool:
+        """This process was started by `dougong run`, so its state is saved."""
+        return self._place is not None
+
+    def take_in(self, **parts: Any) -> None:
+        """More parts of the state, for a framework that makes them after the job."""
+        self._parts.update(parts)
+
+    def saved_part(self, name: str) -> Any:
+        """One part of the state that `restore` will put back, ahead of it; None if there is none."""
+        if self._place is None or not self.is_resuming:
+            return None
+        if self._tree_ahead is None:
+            self._tree_ahead = self._saved_tree(self._place)
+        return None if self._tree_ahead is None else self._tree_ahead.get(name)
+
+    def restore(self) -> int:
+        """Put the saved state back, if there is one; the number of steps finished so far."""
+        self._restore()
+        return self._step
+
+    def next_batch(self) -> Any:
+        """The next batch of `data`, epoch after epoch."""
+        return self._next_batch(is_endless=True)
+
+    def save_if_due(self) -> None:
+        """Between two steps: save if it is time, and leave if asked."""
+        self._between_steps()
+
+    def save_now(self, *, is_durable: bool) -> None:
+        """Save the state as it is."""
+        if self._place is not None:
+            self._save(is_durable=is_durable)
+
+    def wait_durable(self) -> None:
+        """Wait until the last durable save is committed."""
+        if self._persister is not None:
+            self._persister.wait_committed(step=self._submitted_step)
+
+    def finish(self) -> None:
+        """All steps are done: save the last state durably."""
+        self._finish()
+
+    def keep_log(self, writer: ContinuedWriter) -> None:
+        """Flush `writer` with every save, and tell it when the run goes back to an earlier step."""
+        self._log_writers.append(writer)
 
 
 def _leave_sigterm_to_the_launcher() -> None:
@@ -429,17 +501,25 @@ class Step:
         self.tokens = tokens
         self.samples = None if samples is None else tuple(int(sample) for sample in samples)
 
-    def __enter__(self) -> Any:
+    def begin(self) -> None:
+        """What entering does, for a loop that cannot use `with`."""
         self.is_entered = True
         self.begin_ns = self._job.begin_step()
+
+    def end(self) -> None:
+        """What leaving without an error does."""
+        self.is_finished = True
+        self._job.finish_step(self)
+
+    def __enter__(self) -> Any:
+        self.begin()
         return self._batch
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> bool:
         if error is None:
-            self.is_finished = True
-            self._job.finish_step(self)
+            self.end()
             return False
         return self._job.unwind(error) if is_broken_collective(error) else False
 
