@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -69,6 +69,11 @@ class Loop:
     def num_steps(self) -> int:
         """Steps finished, over all restarts."""
         return self.job.num_steps
+
+    @property
+    def is_in_step(self) -> bool:
+        """Between `begin_step` and `end_step`."""
+        return self._step is not None
 
     @property
     def batches(self) -> Iterator[Any]:
@@ -144,4 +149,4 @@ class _DictState:
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         self._values.clear()
-        self._values.update(cast("dict[str, Any]", state_dict))
+        self._values.update(state_dict)

@@ -6,6 +6,7 @@ TensorBoard has a remedy in its format: a session that starts at step n makes re
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,28 +29,34 @@ class ContinuedWriter(Protocol):
 
 
 class TensorBoardLog:
-    """A `SummaryWriter` of torch that is flushed with every save and cut off at every return to an earlier step."""
+    """A `SummaryWriter` of torch that is flushed with every save and cut off at every return to an earlier step.
 
-    def __init__(self, writer: Any) -> None:
+    `first_step` is the number under which the script logs its first step, 1 or 0.
+    """
+
+    def __init__(self, writer: Any, *, first_step: int = 1) -> None:
         self._writer = writer
+        self._first_step = first_step
 
     def flush(self) -> None:
         self._writer.flush()
 
     def go_back(self, step: int) -> None:
         """Source: SummaryWriter's `purge_step`, which writes the same record, but only when the writer is made."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
+        proto: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         # an experiment may have several writers, `add_hparams` and `add_scalars` make more
-        for file_writer in (self._writer.all_writers or {}).values():
-            file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step + 1)
+        writers: dict[str, Any] = self._writer.all_writers or {}
+        for writer in writers.values():
+            start = proto.SessionLog(status=proto.SessionLog.START)
+            writer.add_event(proto.Event(session_log=start), step + self._first_step)
 
 
-def summary_writer(job: Any, *, name: str = "", **options: Any) -> Any:
+def summary_writer(job: Any, *, name: str = "", first_step: int = 1, **options: Any) -> Any:
     """A TensorBoard `SummaryWriter` in `log_directory()` whose curves show every step once.
 
-    `job` is what `dougong.attach` or `dougong.loop` returned; `name` is a folder below the directory; `options` are
-    those of `torch.utils.tensorboard.SummaryWriter`. Make it on one rank only. Raises MissingExtra without tensorboard.
+    `job` is what `dougong.attach` or `dougong.loop` returned; `name` is a folder below the directory; `first_step` is the
+    number under which the first step is logged, 1 or 0; `options` are those of `torch.utils.tensorboard.SummaryWriter`.
+    Make it on one rank only. Raises MissingExtra without tensorboard.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -57,13 +64,13 @@ def summary_writer(job: Any, *, name: str = "", **options: Any) -> Any:
         raise MissingExtra("tensorboard", extra="hf", needed_for="dougong.summary_writer()") from None
     directory = log_directory()
     writer = SummaryWriter(str(directory / name), **options)
-    keep_in_step(getattr(job, "job", job), writer)
+    keep_in_step(getattr(job, "job", job), writer, first_step=first_step)
     return writer
 
 
-def keep_in_step(job: Any, writer: Any) -> None:
+def keep_in_step(job: Any, writer: Any, *, first_step: int = 1) -> None:
     """Let `job` flush and cut off a `SummaryWriter` that somebody else made."""
-    log = TensorBoardLog(writer)
+    log = TensorBoardLog(writer, first_step=first_step)
     log.go_back(job.resumed_step)
     job.keep_log(log)
 

@@ -99,8 +99,9 @@ class DougongCallback(TrainerCallback):
             self._rng = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._loss = None
-        self._running.begin_step()
+        if not self._running.is_in_step:  # a stream may end within a step, whose gradients then stay for the next
+            self._loss = None
+            self._running.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._running.end_step(loss=self._loss, tokens=self._num_tokens)
@@ -109,7 +110,7 @@ class DougongCallback(TrainerCallback):
         self._position.is_finished = True
         self._running.finish()
 
-    # --- a part of the state ---
+    # --- the job's `data`: what each rank has for itself ---
 
     def state_dict(self) -> dict[str, Any]:
         """What the Trainer itself knows, besides its model, optimizer and schedule."""
@@ -144,7 +145,7 @@ class DougongCallback(TrainerCallback):
                 where=_WHERE,
                 mend="do the second training in a run of its own",
             )
-        self._loop = Loop(Job({}, data=None))
+        self._loop = Loop(Job({}, data=self))
         if self._loop.job.is_resuming:
             kwargs["resume_from_checkpoint"] = _FOLDER
         return original(*args, **kwargs)
@@ -159,7 +160,8 @@ class DougongCallback(TrainerCallback):
         trial: Any,
     ) -> tuple[int, int]:
         """The state of then, and the epoch and the batch in it from which the loop goes on."""
-        saved = self._running.job.saved_part("trainer")
+        data = self._running.job.saved_part("data")
+        saved = None if data is None else data["loader"]
         folder = resume_from_checkpoint if saved is None else None
         begin = original(max_steps, num_update_steps_per_epoch, num_train_epochs, folder, trial)
         if saved is None:
@@ -171,6 +173,8 @@ class DougongCallback(TrainerCallback):
         self._put_back_callbacks(json.loads(saved["callbacks"]))
         self._saved = saved
         self._position.load_state_dict(saved["position"])
+        if self._position.is_finished:
+            del trainer.state.log_history[-1]  # of the end, which comes again
         if self._position.is_finished or trainer.state.global_step >= max_steps:
             return num_train_epochs, 0
         return self._position.epoch, self._position.num_batches
@@ -234,7 +238,7 @@ class DougongCallback(TrainerCallback):
     def _give_parts(self) -> None:
         trainer, job = self._trainer, self._running.job
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # out of Accelerate's wrapper
-        job.take_in(model=trainer.model_wrapped, optimizer=optimizer, lr_scheduler=trainer.lr_scheduler, trainer=self)
+        job.take_in(model=trainer.model_wrapped, optimizer=optimizer, lr_scheduler=trainer.lr_scheduler)
         if trainer.accelerator.scaler is not None:
             job.take_in(scaler=trainer.accelerator.scaler)
         job.describe_model(None, None)
@@ -333,7 +337,7 @@ _END = object()
 
 def _tell_epoch(loader: Any, epoch: int) -> None:
     """As the Trainer does before each epoch: the loader, and the sampler within its sampler."""
-    inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+    inner: Any = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
     for part in (loader, inner):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
