@@ -450,9 +450,19 @@ class Job:
         if self._place is not None:
             self._save(is_durable=is_durable)
 
+    @property
+    def is_stop_due(self) -> bool:
+        """The run has asked this rank to save and leave, and the step is reached."""
+        return self._page is not None and bool(self._page.stop_at_step) and self._step >= self._page.stop_at_step
+
+    def leave_if_asked(self) -> None:
+        """After a durable save: end this process cleanly if the run is to stop."""
+        if self.is_stop_due:
+            self._leave_resumable()
+
     def wait_durable(self) -> None:
         """Wait until the last durable save is committed."""
-        if self._persister is not None:
+        if self._persister is not None and self._submitted_step:
             self._persister.wait_committed(step=self._submitted_step)
 
     def finish(self) -> None:

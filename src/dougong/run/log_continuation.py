@@ -54,9 +54,9 @@ class TensorBoardLog:
 def summary_writer(job: Any, *, name: str = "", first_step: int = 1, **options: Any) -> Any:
     """A TensorBoard `SummaryWriter` in `log_directory()` whose curves show every step once.
 
-    `job` is what `dougong.attach` or `dougong.loop` returned; `name` is a folder below the directory; `first_step` is the
-    number under which the first step is logged, 1 or 0; `options` are those of `torch.utils.tensorboard.SummaryWriter`.
-    Make it on one rank only. Raises MissingExtra without tensorboard.
+    `job` is what `dougong.attach` or `dougong.loop` returned; `name` is a folder below the directory; `first_step` is
+    the number under which the first step is logged, 1 or 0; `options` are those of torch's SummaryWriter. Make it on
+    one rank only. Raises MissingExtra without tensorboard.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter

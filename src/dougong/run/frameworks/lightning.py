@@ -23,7 +23,6 @@ from dougong.errors import MissingExtra, UserError
 from dougong.run.attach import Job
 from dougong.run.hooks import Loop
 from dougong.run.log_continuation import keep_in_step
-from dougong.run.place import worker_place
 from dougong.run.state import restore_rng, rng_state
 
 try:
@@ -37,13 +36,8 @@ except ImportError as error:
 
 _WHERE = "Trainer(callbacks=[DougongCallback()])"
 _SAVED_APART = ("state_dict", "optimizer_states", "lr_schedulers")
-_NOT_SAVED = (
-    "hparams_name",
-    "hyper_parameters",
-    "datamodule_hparams_name",
-    "datamodule_hyper_parameters",
-    "hparams_type",
-)
+_NOT_RESTORED = ("hyper_parameters", "hparams_name", "hparams_type")
+"""Ends of the names under which a checkpoint describes how its objects were made."""
 
 
 class DougongCallback(Callback):
@@ -59,14 +53,6 @@ class DougongCallback(Callback):
         self._losses: list[torch.Tensor] = []
         self._global_step = 0
         self._is_finished = False
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        place = worker_place()
-        if stage != "fit" or place is None:
-            return
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and logger._version is None:
-                logger._version = f"dougong-{place.run_id}"  # else each start would open the next version
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._check(trainer)
@@ -150,7 +136,11 @@ class _LoopState:
         trainer = self._trainer
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         return {
-            "checkpoint": {name: part for name, part in checkpoint.items() if name not in (*_SAVED_APART, *_NOT_SAVED)},
+            "checkpoint": {
+                name: part
+                for name, part in checkpoint.items()
+                if name not in _SAVED_APART and not name.endswith(_NOT_RESTORED)
+            },
             "monitored": dict(trainer._logger_connector._callback_metrics),
             "means": {key: _metric_state(metric) for key, metric in self._results.items()} | self._means,
             "metrics": {name: _metric_state(metric) for name, metric in _metrics(trainer.lightning_module)},
