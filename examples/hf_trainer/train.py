@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Train a small GPT-2 from scratch with the Trainer of Hugging Face, on any text file; two lines are Dougong's.
 
 dougong run --nodes 2 --procs-per-node 1 -- examples/hf_trainer/train.py --steps 60

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """What TensorBoard itself would show."""
 
 from __future__ import annotations

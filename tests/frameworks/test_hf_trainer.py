@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dougong.event.kinds import JobFinished, JobStopped, RecoveryDecided, StateRestored
+from tests.frameworks import tensorboard_events
 from tests.run import runs
 
 pytest.importorskip("torch", reason="torch is not installed (extra: train)")
@@ -56,9 +57,13 @@ def assert_same(done, result, undisturbed) -> None:
 
 
 def test_killed_workers_leave_no_trace(run_dir: Path, undisturbed) -> None:
-    done, result = train(run_dir, *KILLS)
+    done, result = train(run_dir, *KILLS, arguments=("--tensorboard",))
     assert [event.restore_source for event in done.events(RecoveryDecided)] == ["memory", "memory"]
     assert_same(done, result, undisturbed)
+    logged = [(entry["step"], entry["loss"]) for entry in result["log"] if "loss" in entry]
+    shown = tensorboard_events.scalars(run_dir / "tracking", "train/loss")
+    assert [step for step, _ in shown] == [7, 14, 21, 28], "each once"
+    assert shown == [(step, pytest.approx(loss)) for step, loss in logged]
 
 
 def test_a_lost_node_leaves_no_trace(run_dir: Path, undisturbed) -> None:

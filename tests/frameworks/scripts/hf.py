@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """A Trainer whose every number can show a wrong restart: dropout, a collator that draws, odd accumulation, evaluation.
 
 It writes its whole log, and a sum over its last parameters, as JSON.

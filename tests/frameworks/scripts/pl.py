@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """A Lightning module whose every number can show a wrong restart: dropout, random data, accumulation, means, metrics.
 
 It writes every logged value and a sum over its last parameters as JSON.

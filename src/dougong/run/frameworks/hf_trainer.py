@@ -26,6 +26,7 @@ import torch
 
 from dougong.errors import MissingExtra, UserError
 from dougong.run.attach import Job
+from dougong.run.frameworks.ranks import check_world_size
 from dougong.run.hooks import Loop
 from dougong.run.log_continuation import keep_in_step, keep_mlflow_run
 from dougong.run.state import restore_rng, rng_state
@@ -125,6 +126,7 @@ class DougongCallback(TrainerCallback):
             "initial_tokens": trainer._initial_num_input_tokens_seen,
             "flos": float(trainer.current_flos),
             "position": self._position.state_dict(),
+            "world_size": self._running.job.world_size,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -162,6 +164,8 @@ class DougongCallback(TrainerCallback):
         """The state of then, and the epoch and the batch in it from which the loop goes on."""
         data = self._running.job.saved_part("data")
         saved = None if data is None else data["loader"]
+        if saved is not None:
+            check_world_size(saved["world_size"], self._running.job.world_size, where=_WHERE)
         folder = resume_from_checkpoint if saved is None else None
         begin = original(max_steps, num_update_steps_per_epoch, num_train_epochs, folder, trial)
         if saved is None:

@@ -21,6 +21,7 @@ import torch
 
 from dougong.errors import MissingExtra, UserError
 from dougong.run.attach import Job
+from dougong.run.frameworks.ranks import check_world_size
 from dougong.run.hooks import Loop
 from dougong.run.log_continuation import keep_in_step
 from dougong.run.state import restore_rng, rng_state
@@ -145,6 +146,7 @@ class _LoopState:
             "means": {key: _metric_state(metric) for key, metric in self._results.items()} | self._means,
             "metrics": {name: _metric_state(metric) for name, metric in _metrics(trainer.lightning_module)},
             "num_batches": self._num_batches,
+            "world_size": trainer.world_size,
             "reload_epoch": float(trainer.fit_loop._last_train_dl_reload_epoch),
             "rng_at_setup": self._rng_at_setup,
             "rng_at_begin": self._rng_at_begin,
@@ -154,6 +156,7 @@ class _LoopState:
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         trainer, saved = self._trainer, state_dict
+        check_world_size(saved["world_size"], trainer.world_size, where=_WHERE)
         connector = trainer._checkpoint_connector
         own = {
             "state_dict": trainer.lightning_module.state_dict(),
