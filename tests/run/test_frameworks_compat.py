@@ -22,7 +22,7 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
     runs.end_all(path)
 
 
-def train(run_dir: Path, *options: str, steps: int = 40) -> runs.Finished:
+def train(run_dir: Path, *options: str, steps: int = 48) -> runs.Finished:
     arguments = ("--steps", str(steps), "--directory", str(run_dir.with_suffix(".own")))
     done = runs.run(run_dir, *options, "--no-score", script=FLASH, arguments=arguments)
     assert done.code == 0, done.report

@@ -15,7 +15,7 @@ from dougong.compat.nvidia_resiliency_ext.fault_tolerance import RankMonitorClie
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--directory", required=True)
     options = parser.parse_args()
 
