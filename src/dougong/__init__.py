@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dougong.run.attach import attach as attach
+    from dougong.run.global_batches import GlobalBatches as GlobalBatches
     from dougong.run.group import init_process_group as init_process_group
     from dougong.run.hooks import loop as loop
     from dougong.run.log_continuation import keep_mlflow_run as keep_mlflow_run
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _LAZY = {
+    "GlobalBatches": "dougong.run.global_batches",
     "attach": "dougong.run.attach",
     "loop": "dougong.run.hooks",
     "init_process_group": "dougong.run.group",
@@ -26,6 +28,7 @@ __all__ = [
     "attach",
     "loop",
     "init_process_group",
+    "GlobalBatches",
     "summary_writer",
     "log_directory",
     "keep_mlflow_run",

@@ -19,6 +19,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dougong.errors import UserError
 from dougong.run.attach import Job, Stateful, Step, attach
@@ -32,6 +33,8 @@ def loop(
     data: Any = None,
     model_flop_per_token: float | None = None,
     hardware_flop_per_token: float | None = None,
+    stage: int | None = None,
+    replicated_over: Sequence[int] | dist.ProcessGroup | None = None,
     **others: Stateful | MutableMapping[str, Any],
 ) -> Loop:
     """Hooks for a training loop of one's own, with the service of `dougong.attach`.
@@ -49,6 +52,8 @@ def loop(
         data=data,
         model_flop_per_token=model_flop_per_token,
         hardware_flop_per_token=hardware_flop_per_token,
+        stage=stage,
+        replicated_over=replicated_over,
         **stateful,
     )
     return Loop(job, has_data=data is not None)
@@ -59,6 +64,7 @@ class Loop:
 
     def __init__(self, job: Job, *, has_data: bool = False) -> None:
         self.job = job
+        job.do_not_go_back()
         self._has_data = has_data
         self._is_restored = False
         self._step: Step | None = None

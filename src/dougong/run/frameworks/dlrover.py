@@ -63,6 +63,7 @@ class DdpCheckpointer(Checkpointer):
     ) -> None:
         self.checkpoint_dir = checkpoint_dir
         self._job = Job({"script": self}, data=None)
+        self._job.do_not_go_back()
         self._given: dict[str, Any] = {}
         self._is_restored = False
         self._optimizer: int | None = None

@@ -162,8 +162,7 @@ class DougongCallback(TrainerCallback):
         trial: Any,
     ) -> tuple[int, int]:
         """The state of then, and the epoch and the batch in it from which the loop goes on."""
-        data = self._running.job.saved_part("data")
-        saved = None if data is None else data["loader"]
+        saved = self._running.job.saved_data()
         if saved is not None:
             check_world_size(saved["world_size"], self._running.job.world_size, where=_WHERE)
         folder = resume_from_checkpoint if saved is None else None
