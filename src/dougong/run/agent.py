@@ -28,6 +28,7 @@ from dougong.run.courier_link import CopyUnavailable, CourierLink
 from dougong.run.evidence import take_evidence
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
 from dougong.run.letters import OrderPut, Rejoin, post, read_from_worker, unread
+from dougong.run.log_continuation import log_variables
 from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.place import place_of, torchrun_variables, worker_variables
 from dougong.run.probe import probe
@@ -288,7 +289,8 @@ class Agent:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             log.write(f"--- generation {launch.generation} on {self._component}\n".encode())
-        variables = {**worker_variables(place), **torchrun_variables(place, self._settings, launch)}
+        logs = log_variables(self._run, run_id=place.run_id, environment=os.environ)
+        variables = {**logs, **worker_variables(place), **torchrun_variables(place, self._settings, launch)}
         pid = await self._zygote.fork(variables=variables, log_path=log_path)
         if launch.generation <= self._killed_generation:
             # it was ended before it began: the zygote was still importing when it was asked for

@@ -51,6 +51,7 @@ from dougong.run.letters import (
     from_agent,
     post,
 )
+from dougong.run.log_continuation import ContinuedWriter
 from dougong.run.loss_gate import LossGate
 from dougong.run.page import ControlFault, Page, Phase, StepRecord
 from dougong.run.persist import Persister, PersistRequest
@@ -61,7 +62,7 @@ from dougong.run.reshard import state_for
 from dougong.run.sealed import UnsealedPlace, load_sealer
 from dougong.run.sharding import Sharding, ranks_of
 from dougong.run.snapshot import Slot, SnapshotFiles
-from dougong.run.state import Progress, gather, num_parameters, put_back
+from dougong.run.state import Progress, gather, num_parameters, put_back, read_branch
 from dougong.run.watch import Watch
 from dougong.run.worker import do_control_fault, is_broken_collective
 
@@ -146,6 +147,9 @@ class Job:
         self._is_ledger_warned = False
         self._submitted_step = 0
         self._loaded_step = 0
+        self._resumed_step = 0
+        self._can_go_back = True
+        self._log_writers: list[ContinuedWriter] = []
         self.rank, self.world_size = rank_and_world_size()
         self._data = None if data is None else DataPosition(data, rank=self.rank, world_size=self.world_size)
         self._sharding = Sharding(
@@ -414,6 +418,8 @@ class Job:
         assert self._copier is not None and self._persister is not None
         began_ns = time.monotonic_ns()
         self._page.enter(Phase.CHECKPOINT, now_ns=began_ns)
+        for writer in self._log_writers:
+            writer.flush()  # what was logged up to this step must not be lost when the run goes back to it
         self._copier.wait()
         if self._wants_own_memory:
             self._leave_adopted()
@@ -529,9 +535,12 @@ class Job:
         # a state that was loaded from a durable checkpoint has one already; of another generation's none is known
         self._submitted_step = 0
         self._loaded_step = self._step if place.restore_source == "durable" else 0
+        self._resumed_step = self._step
+        for writer in self._log_writers:
+            writer.go_back(self._step)
         page.mark_restored(step=self._step)
         self._meet(then)
-        page.mark_can_stay(can_stay=can_stay())
+        page.mark_can_stay(can_stay=can_stay() and self._can_go_back)
         now_ns = time.monotonic_ns()
         page.enter(Phase.STARTING, now_ns=now_ns)
         self._between_since_ns = now_ns
@@ -565,19 +574,22 @@ class Job:
 
     def _durable_tree(self, place: WorkerPlace) -> dict[str, Any]:
         """From a checkpoint of whatever world size. All ranks come here together, unless some stay."""
-        storage, root = manifest.storage_at(place.checkpoint_url)
-        directory = place.restore_directory
-        saved_size = place.restore_world_size or manifest.read_manifest(place.checkpoint_url, directory).world_size
         group = default_group()
         is_together = self._is_fresh and not (group is not None and group.is_alone)
-        storage = UnsealedPlace(storage, load_sealer(place.checkpoint_key) if place.checkpoint_key else None)
-        with DurableState(storage, f"{root}/{directory}", world_size=saved_size) as saved:
+        with self._durable_state(place) as saved:
             return state_for(
                 self._parts,
                 sharding=self._sharding,
                 saved=saved,
                 is_read_once=place.is_read_once and is_together,
             )
+
+    def _durable_state(self, place: WorkerPlace) -> DurableState:
+        storage, root = manifest.storage_at(place.checkpoint_url)
+        directory = place.restore_directory
+        storage = UnsealedPlace(storage, load_sealer(place.checkpoint_key) if place.checkpoint_key else None)
+        saved_size = place.restore_world_size or manifest.read_manifest(place.checkpoint_url, directory).world_size
+        return DurableState(storage, f"{root}/{directory}", world_size=saved_size)
 
     def _tree_from_memory(self, place: WorkerPlace) -> tuple[Slot | None, dict[str, Any]]:
         assert self._files is not None
@@ -652,6 +664,87 @@ class Job:
             self._data.end_epoch()
             return self._data.next_batch()
 
+    # --- for loops that belong to somebody else: `dougong.run.hooks` and the framework callbacks ---
+
+    @property
+    def resumed_step(self) -> int:
+        """The step whose state this process took up, or went back to, last; 0 = it began anew."""
+        return self._resumed_step
+
+    @property
+    def is_resuming(self) -> bool:
+        """There is a saved state to take up."""
+        return self._place is not None and self._place.restore_source != "none"
+
+    @property
+    def is_in_run(self) -> bool:
+        """This process was started by `dougong run`, so its state is saved."""
+        return self._place is not None
+
+    def take_in(self, **parts: Any) -> None:
+        """More parts of the state, for a framework that makes them after the job."""
+        self._parts.update(parts)
+        self._sharding = Sharding(self._parts, rank=self.rank, world_size=self.world_size)
+
+    def do_not_go_back(self) -> None:
+        """The loop cannot take a step back, so this process ends when a collective breaks."""
+        self._can_go_back = False
+
+    def saved_data(self) -> dict[str, Any] | None:
+        """What `data` saved on this rank, ahead of `restore`; None if there is nothing to take up."""
+        place = self._place
+        if place is None or place.restore_source == "none":
+            return None
+        if place.restore_source == "durable":
+            with self._durable_state(place) as saved:
+                return saved.rank_tree(self.rank % saved.world_size)["data"]["loader"]
+        assert self._files is not None
+        slot = self._files.find(step=place.restore_step, generation=place.restore_generation)
+        return read_branch(self._files.read_slot(slot), "data")["loader"]
+
+    def restore(self) -> int:
+        """Put the saved state back, if there is one; the number of steps finished so far."""
+        self._restore()
+        return self._step
+
+    def next_batch(self) -> Any:
+        """The next batch of `data`, epoch after epoch."""
+        return self._next_batch(is_endless=True)
+
+    def save_if_due(self) -> None:
+        """Between two steps: save if it is time, and leave if asked."""
+        self._between_steps()
+
+    def save_now(self, *, is_durable: bool) -> None:
+        """Save the state as it is."""
+        if self._place is not None:
+            self._save(is_durable=is_durable)
+
+    @property
+    def is_stop_due(self) -> bool:
+        """The run has asked this rank to save and leave, and the step is reached."""
+        return self._page is not None and bool(self._page.stop_at_step) and self._step >= self._page.stop_at_step
+
+    def leave_if_asked(self) -> None:
+        """After a durable save: end this process cleanly if the run is to stop."""
+        if self.is_stop_due:
+            self._leave_resumable()
+
+    def wait_durable(self) -> None:
+        """Wait until the last durable save is committed."""
+        if self._copier is not None:
+            self._copier.wait()
+        if self._persister is not None and self._submitted_step:
+            self._persister.wait_committed(step=self._submitted_step)
+
+    def finish(self) -> None:
+        """All steps are done: save the last state durably."""
+        self._finish()
+
+    def keep_log(self, writer: ContinuedWriter) -> None:
+        """Flush `writer` with every save, and tell it when the run goes back to an earlier step."""
+        self._log_writers.append(writer)
+
 
 def _until_first_collective_ns(begin_ns: int) -> int:
     """What this rank computed alone in a step; 0 = not known: only a replaceable group tells when it is entered."""
@@ -712,17 +805,25 @@ class Step:
         self.samples = None if samples is None else tuple(int(sample) for sample in samples)
         self.grad_norm = float(grad_norm.detach()) if isinstance(grad_norm, torch.Tensor) else grad_norm
 
-    def __enter__(self) -> Any:
+    def begin(self) -> None:
+        """What entering does, for a loop that cannot use `with`."""
         self.is_entered = True
         self.begin_ns = self._job.begin_step()
+
+    def end(self) -> None:
+        """What leaving without an error does."""
+        self.is_finished = True
+        self._job.finish_step(self)
+
+    def __enter__(self) -> Any:
+        self.begin()
         return self._batch
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> bool:
         if error is None:
-            self.is_finished = True
-            self._job.finish_step(self)
+            self.end()
             return False
         return self._job.unwind(error) if is_broken_collective(error) else False
 

@@ -58,6 +58,11 @@ class RunDirectory(msgspec.Struct, frozen=True):
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
+    @property
+    def tracking(self) -> Path:
+        """Experiment logs of the script, TensorBoard's for example."""
+        return self.root / "tracking"
+
 
 class NodeDirectory(msgspec.Struct, frozen=True):
     """The volatile side of one node: heartbeat pages, memory checkpoints, letters. Lost with the node."""

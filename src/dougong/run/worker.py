@@ -91,7 +91,11 @@ def _run_script(command: tuple[str, ...]) -> None:
 
 
 def _watch_optimizer(page: Page, place: WorkerPlace) -> None:
-    """Count optimizer steps as heartbeats, for scripts that do not attach. Only the first optimizer seen counts."""
+    """Count optimizer steps as heartbeats, for scripts that do not attach. Only the first optimizer seen counts.
+
+    An optimizer that keeps a count of its own, as those of the Adam family do, tells at its first step where the script
+    has resumed, and so which steps are done again.
+    """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     first: list[int] = []
@@ -105,9 +109,10 @@ def _watch_optimizer(page: Page, place: WorkerPlace) -> None:
         if id(optimizer) != first[0]:
             return
         now_ns = time.monotonic_ns()
+        step = page.step + 1 if page.step else max(1, _own_count(optimizer))
         page.finish_step(
             StepRecord(
-                step=page.step + 1,
+                step=step,
                 begin_ns=began_ns[0],
                 end_ns=now_ns,
                 data_wait_ns=0,
@@ -123,6 +128,12 @@ def _watch_optimizer(page: Page, place: WorkerPlace) -> None:
             do_control_fault(page.take_fault())
 
     register_optimizer_step_post_hook(after_step)
+
+
+def _own_count(optimizer: torch.optim.Optimizer) -> int:
+    """The steps that the optimizer itself has counted, those before a restart included; 0 if it does not count."""
+    state: Any = next(iter(optimizer.state.values()), None)
+    return int(state["step"]) if state and "step" in state else 0
 
 
 def _leave(page: Page, place: WorkerPlace, exit_code: int) -> int:
