@@ -1,4 +1,4 @@
-"""The floor of a durable save: the bytes of the state written by two processes at once, past the page cache, and synced.
+"""The floor of a durable save: as many bytes, written by two processes at once past the page cache, and synced.
 
     python bench/_run_disk.py BYTES FILE ROUNDS
 

@@ -149,7 +149,7 @@ def wait_for_records(launch: Launch, *, limit_s: float) -> tuple[Record, ...]:
 
 
 def first_said_ns(log: str, *, after_ns: int) -> int | None:
-    """Wall time of the launcher's first line after `after_ns`: when it had noticed. Reads both usual formats of stamps."""
+    """Wall time of the launcher's first line after `after_ns`: when it had noticed. Reads both usual stamps."""
     for match in _STAMP.finditer(log):
         at_ns = _stamp_ns(match)
         if at_ns > after_ns:

@@ -1,3 +1,5 @@
+# pyright: reportPrivateImportUsage=false, reportMissingImports=false
+# torch exports its checkpoint functions unmarked.
 """Is a saved state whole? Read back as any torch script would, in a process of its own.
 
     python bench/_run_verify.py dcp | torch DIRECTORY

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import _run_disk
 import _run_ettr
 import _run_kills
 import _run_saves
@@ -30,7 +31,7 @@ from _launch import machine, print_table, write_result
 from _run_rows import Measured, Row, median, recoveries_of, rows_of, without_step_s
 from _run_systems import OURS, TORCHRUN_SAVING, VERSIONS, System, load_1_min
 
-PARTS = ("saves", "busy", "kills", "small", "nodes", "stops", "ettr")
+PARTS = ("floors", "saves", "busy", "kills", "small", "nodes", "stops", "ettr")
 FULL_MB = 2207.0
 PASSES = 2
 SLOW_LIMIT_S = 2700.0
@@ -52,7 +53,7 @@ def main() -> int:
         for part in PARTS:
             print(part)
         return 0
-    measured = Measured(saves=[], kills=[], stops=[], slow_stops=[], node_losses=[], ettr=[])
+    measured = Measured(disk_floor_s=[], saves=[], kills=[], stops=[], slow_stops=[], node_losses=[], ettr=[])
     found = machine()
     wanted = [unit for unit in _units(options, measured) if unit.part in options.only]
     absent = _say_what_is_absent()
@@ -69,7 +70,14 @@ def main() -> int:
 
 def _units(options: argparse.Namespace, measured: Measured) -> list[Unit]:
     """All there is to do, the systems of one comparison after each other, twice where several starts are needed."""
-    units = [_save_unit(method, options, measured, is_busy=False) for method in _run_saves.METHODS]
+
+    def disk(directory: Path) -> None:
+        measured.disk_floor_s += _run_disk.measure(
+            rounds=options.rounds, state_mb=options.state_mb, directory=directory
+        )
+
+    units = [Unit(name="floor of the disk", part="floors", estimate_s=15, measure=disk)]
+    units += [_save_unit(method, options, measured, is_busy=False) for method in _run_saves.METHODS]
     units += [
         _save_unit(method, options, measured, is_busy=True)
         for method in _run_saves.METHODS
@@ -282,7 +290,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--state-mb", type=float, default=FULL_MB, help="state of both ranks together, in 10^6 B")
     parser.add_argument("--ettr-s", type=float, default=370.0, help="how long the run with a fault a minute lasts")
     parser.add_argument(
-        "--work", type=Path, help="where to put checkpoints while measuring (default: the temporary one)"
+        "--work", type=Path, help="where checkpoints are put meanwhile (default: the temporary directory)"
     )
     parser.add_argument("--out", type=Path, default=Path("bench/results/run.json"))
     return parser.parse_args()

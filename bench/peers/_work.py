@@ -64,7 +64,7 @@ class Shard(nn.Module):
 
 
 class Advance(torch.optim.Optimizer):
-    """In the place of Adam: the same three tensors a parameter, all of them changed by each step, with less arithmetic."""
+    """In the place of Adam: the same tensors, all of them changed by each step, with less arithmetic."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -164,7 +164,7 @@ class Work:
         self._busy_products = int(shared)
 
     def _copy_rounds(self) -> None:
-        """The floor of any snapshot that blocks: the state copied into shared memory that is there, all ranks at once."""
+        """The floor of a snapshot that blocks: the state copied into touched shared memory, all ranks at once."""
         tensors = self.tensors()
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         path = Path(f"/dev/shm/{os.environ['BENCH_ID']}-floor-{self.rank}")

@@ -1,3 +1,5 @@
+# pyright: reportPrivateImportUsage=false, reportMissingImports=false
+# torch exports its checkpoint functions unmarked.
 """The same training saved by torch.distributed.checkpoint: `--method save | async | tuned`.
 
 `async` is `async_save` as it comes. `tuned` keeps its staging memory between saves and fills it beside the next
