@@ -1,6 +1,6 @@
 """What `make bench-run` must reach, and the rows that say whether it does.
 
-A row is `{"name", "ours", "peer", "floor", "limit", "ok"}`. In the name stand the unit, which peer is meant, and whether
+A row is `{"name", "ours", "peer", "floor", "limit", "ok"}`. In the name stand the unit, which peer is meant, and if
 its figure is cited. A limit is the most that `ours` may be, or the least where the name says "at least".
 """
 

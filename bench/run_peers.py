@@ -3,7 +3,7 @@
     python bench/run_peers.py [--only saves kills …] [--rounds 5] [--state-mb 2207]
 
 A state of 2.2 GB on two ranks of one machine. Prints each part as it goes with the time left, then the table, and
-writes bench/results/run.json (the rows) and bench/results/run_details.json (every figure behind them). A limit that is
+writes bench/results/run.json (the rows) and bench/results/details/run.json (every figure behind them). A limit that is
 missed is printed as MISSED and is no error: the exit code is 1 only if a measurement could not be made. A peer that is
 not installed (scripts/peers.sh) is left out, and its row judged against a cited figure. The figures mean something on
 a quiet machine only; the load before each part is printed and kept.
@@ -64,7 +64,7 @@ def main() -> int:
     write_result(options.out, rows)
     details = {"machine": found, "state_mb": options.state_mb, "rounds": options.rounds, "not_installed": absent}
     details |= {"versions": VERSIONS, "failures": failures, "measured": measured}
-    write_result(options.out.with_name(f"{options.out.stem}_details.json"), details)
+    write_result(options.out.parent / "details" / options.out.name, details)
     return 1 if failures else 0
 
 
