@@ -22,7 +22,8 @@ from _launch import DOUGONG, ROOT, TORCHRUN, running, sweep
 
 PEERS = Path(os.environ.get("PEERS_DIR", ROOT / ".peers"))
 SCRIPTS = ROOT / "bench" / "peers"
-NUM_RANKS = 2
+NUM_RANKS = int(os.environ.get("BENCH_RANKS", "2"))
+DEVICE = os.environ.get("BENCH_DEVICE", "cpu")
 VERSIONS = {"dlrover": "0.6.1", "nvrx": "0.4.1"}
 _ID = "BENCH_ID"
 _STAMP = re.compile(r"^(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\]|[IWE](\d{4} \d\d:\d\d:\d\d\.\d{6}))", re.MULTILINE)
@@ -113,7 +114,8 @@ def launched(
     own = (*options, "--run-dir", str(run_dir)) if system is OURS else tuple(options)
     script = (str(SCRIPTS / system.script), "--records", str(records), "--checkpoints", str(checkpoints))
     method = ("--method", system.method) if system.method else ()
-    command = (system.python, *system.launcher, *own, *script, *method, *arguments)
+    device = () if DEVICE == "cpu" else ("--device", DEVICE)
+    command = (system.python, *system.launcher, *own, *script, *method, *device, *arguments)
     # DLRover names its shared memory after the job
     environment = {_ID: launch_id, "ELASTIC_JOB_NAME": launch_id, "PYTHONWARNINGS": "ignore"}
     try:

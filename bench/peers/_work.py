@@ -100,20 +100,21 @@ class Work:
         torch.set_num_threads(1)
         self.options, self.records = options, records
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.model = Shard(width_for(round(options.state_mb * 1e6), world_size=self.world_size))
+        self.device = torch.device(options.device)
+        self.model = Shard(width_for(round(options.state_mb * 1e6), world_size=self.world_size)).to(self.device)
         self.optimizer = Advance(self.model.parameters())
-        self._reduced = torch.ones(REDUCED_VALUES)
+        self._reduced = torch.ones(REDUCED_VALUES, device=self.device)
         self._busy_products = 0
         if options.prepare:
             self.optimizer.prepare()
-        if options.busy:
+        if options.busy or self.device.type == "cuda":
             self._calibrate()
         if options.floor_rounds:
             self._copy_rounds()
 
     def compute(self) -> None:
         """The forward and backward pass."""
-        if not self.options.busy:
+        if not self._busy_products:
             time.sleep(self.options.compute_s)
         for _ in range(self._busy_products):
             torch.mm(self._left, self._right, out=self._product)
@@ -128,6 +129,7 @@ class Work:
 
     def update(self) -> None:
         self.optimizer.step()
+        self._wait()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live tensors by name, without copies."""
@@ -152,16 +154,22 @@ class Work:
 
     def _calibrate(self) -> None:
         """How many products fill `compute_s`, with all ranks at it."""
-        self._left, self._right, self._product = (torch.rand(CUBE, CUBE) for _ in range(3))
+        cube = CUBE if self.device.type == "cpu" else 8 * CUBE
+        self._left, self._right, self._product = (torch.rand(cube, cube, device=self.device) for _ in range(3))
         times_s: list[float] = []
         for _ in range(60):
             began_s = time.monotonic()
             torch.mm(self._left, self._right, out=self._product)
+            self._wait()
             times_s.append(time.monotonic() - began_s)
         self._busy_products = max(1, round(self.options.compute_s / sorted(times_s)[30]))
-        shared = torch.tensor([self._busy_products])
+        shared = torch.tensor([self._busy_products], device=self.device)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         self._busy_products = int(shared)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _copy_rounds(self) -> None:
         """The floor of a snapshot that blocks: the state copied into touched shared memory, all ranks at once."""
@@ -259,6 +267,7 @@ def parse(description: str | None) -> tuple[argparse.Namespace, Records]:
     parser.add_argument("--method", default="", help="which of several ways of saving")
     parser.add_argument("--state-mb", type=float, default=2207.0, help="state of all ranks together, in 10^6 B")
     parser.add_argument("--compute-s", type=float, default=0.5)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, where each step is busy")
     parser.add_argument("--busy", action="store_true", help="compute instead of waiting")
     parser.add_argument("--steps", type=int, default=1 << 40, help="no more than that")
     parser.add_argument("--saves", type=int, default=1 << 40, help="saves, after which the script ends")
