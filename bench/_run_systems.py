@@ -26,7 +26,10 @@ NUM_RANKS = int(os.environ.get("BENCH_RANKS", "2"))
 DEVICE = os.environ.get("BENCH_DEVICE", "cpu")
 VERSIONS = {"dlrover": "0.6.1", "nvrx": "0.4.1"}
 _ID = "BENCH_ID"
-_STAMP = re.compile(r"^(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\]|[IWE](\d{4} \d\d:\d\d:\d\d\.\d{6}))", re.MULTILINE)
+_STAMP = re.compile(
+    r"^(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\] \[(?:WARNING|ERROR)|[WE](\d{4} \d\d:\d\d:\d\d\.\d{6}))",
+    re.MULTILINE,
+)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +154,7 @@ def wait_for_records(launch: Launch, *, limit_s: float) -> tuple[Record, ...]:
 
 
 def first_said_ns(log: str, *, after_ns: int) -> int | None:
-    """Wall time of the launcher's first line after `after_ns`: when it had noticed. Reads both usual stamps."""
+    """Wall time of the launcher's first warning after `after_ns`: when it had noticed. Reads both usual stamps."""
     for match in _STAMP.finditer(log):
         at_ns = _stamp_ns(match)
         if at_ns > after_ns:
