@@ -40,7 +40,7 @@ class Files(NothingToWaitFor):
         self._work.records.add("durable", step=step)
 
     def restore(self, step: int) -> None:
-        saved = torch.load(self._path, weights_only=True, mmap=self._work.options.method == "mmap")
+        saved = torch.load(self._path, weights_only=True)
         tensors = dict(saved["model"])
         for name, state in zip(saved["model"], saved["optimizer"]["state"].values(), strict=True):
             tensors |= {f"{name}.{key}": value for key, value in state.items()}

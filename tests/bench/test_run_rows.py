@@ -153,7 +153,8 @@ def test_time_is_lost_from_the_save_to_the_step_in_which_it_is_complete(tmp_path
 
 def test_what_a_launcher_says_first_after_the_kill_is_read_from_both_kinds_of_stamps() -> None:
     year = datetime.now().year
-    log = f"W0101 00:00:00.000001 12 api.py:1] old\n[{year}-11-30 20:41:33,461] [INFO] idle\n[{year}-11-30 20:41:34,461] [WARNING] lost\n"
+    old, idle = "W0101 00:00:00.000001 12 api.py:1] old", f"[{year}-11-30 20:41:33,461] [INFO] idle"
+    log = f"{old}\n{idle}\n[{year}-11-30 20:41:34,461] [WARNING] lost\n"
     said_ns = first_said_ns(log, after_ns=round(datetime(year, 6, 1).timestamp() * 1e9))
     assert said_ns is not None
     assert datetime.fromtimestamp(said_ns / 1e9).second == 34
