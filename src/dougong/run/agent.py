@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from dougong.backend.local import process
-from dougong.clock import Clock
+from dougong.clock import CarriedClock, Clock
 from dougong.run import wire
 from dougong.run.activity import ActivityState, advance
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
@@ -78,7 +78,7 @@ class Agent:
         self._node = node
         self._settings = settings
         self._token = token
-        self._clock = clock
+        self._host_clock = self._clock = clock
         self._workers: dict[int, _Worker] = {}
         self._connection: wire.Connection | None = None
         self._told: list[wire.ToController] = []
@@ -162,6 +162,8 @@ class Agent:
         match message:
             case wire.Welcome():
                 self._generation = max(self._generation, message.generation)
+                if message.wall_ns:  # the run has one time, whatever this host's wall clock says
+                    self._clock = CarriedClock(self._host_clock, offset_ns=message.wall_ns - self._now_ns())
             case wire.Launch():
                 self._spawn(self._launch(message))
             case wire.Kill():
@@ -427,7 +429,10 @@ class Agent:
         await self._leave(is_memory_kept=True)
 
     def _now_s(self) -> float:
-        return self._clock.monotonic_ns() / 1e9
+        return self._now_ns() / 1e9
+
+    def _now_ns(self) -> int:
+        return self._clock.monotonic_ns()
 
 
 def snapshots_in(node: NodeDirectory, *, is_verified: bool) -> tuple[wire.SnapshotStatus, ...]:
@@ -466,7 +471,7 @@ def free_port(host: str) -> int:
 
 
 def _listen_host(settings: RunSettings) -> str:
-    return "127.0.0.1" if settings.backend == "local" else ""
+    return "127.0.0.1" if settings.backend == "local" and not settings.has_networks else ""
 
 
 def _shifted(record: StepRecord, offset_ns: int) -> StepRecord:

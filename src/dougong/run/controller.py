@@ -31,6 +31,7 @@ from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_of
 from dougong.run.page import StepRecord
 from dougong.run.progress import JobProgress
 from dougong.run.reception import Reception
+from dougong.run.repairs import Repairs
 from dougong.run.settings import RunSettings
 from dougong.run.stacks import name_culprit
 from dougong.run.webhook import send_webhook
@@ -76,7 +77,7 @@ class Controller:
         self._is_resume = is_resume or (history.num_starts > 1 and not history.has_run_since_start)
         now_s = self._now_s()
         lost = frozenset[str]() if is_resume else history.lost_nodes
-        names = (*settings.nodes, *settings.spares)
+        names = sorted((*settings.nodes, *settings.spares), key=history.preference)
         self._nodes = {name: NodeSession(name, is_lost=name in lost, now_s=now_s) for name in names}
         self._status: Status = "gathering"
         self._status_since_s = now_s
@@ -110,6 +111,7 @@ class Controller:
         self._is_leaving = False
         self._restore = wire.Restore(source="none")
         self._launched: set[str] = set()
+        self._repairs = Repairs(self._nodes, backend=backend, policy=settings.policy)
         self._announcements = Announcements(settings, history)
         self._reception = Reception(
             self._nodes,
@@ -189,6 +191,8 @@ class Controller:
         self._see_to_stop()
         for component in self._reception.drop_silent():
             self._spawn(self._end_agent(component))
+        for node in self._repairs.due(now_s=self._now_s()):
+            self._spawn(self._repairs.ask(node))
         self._note_late_launch()
         self._see_to_lingering()
         finding = self._find_hang()
@@ -266,6 +270,7 @@ class Controller:
     def _lose_node(self, component: str, reason: str) -> None:
         node = self._nodes[component]
         node.is_lost = True
+        node.is_fenced = False
         if node.connection is not None:
             node.connection.close()
             node.connection = None
@@ -274,24 +279,36 @@ class Controller:
 
     async def _fence(self, component: str) -> None:
         await asyncio.to_thread(self._backend.fence, component)
+        self._nodes[component].is_fenced = True
 
     async def _end_agent(self, component: str) -> None:
         await asyncio.to_thread(self._backend.end_agent, component)
 
     def _connected(self, node: NodeSession, connection: wire.Connection, hello: wire.Hello) -> None:
-        if node.was_connected or (self._history.is_started and not self._is_resume):
+        if node.is_lost:
+            self._take_back(node, connection)
+        elif node.was_connected or (self._history.is_started and not self._is_resume):
             self._record(kinds.AgentReturned(component=node.component, num_workers=len(hello.workers)))
         else:
             role = "active" if node.component in self._settings.nodes else "spare"
             share = self._settings.num_accelerators // max(1, len(self._settings.nodes))
             self._record(kinds.NodeJoined(component=node.component, role=role, num_accelerators=share))
         node.open(connection, hello, now_s=self._now_s())
-        connection.send(wire.Welcome(generation=self._generation))
+        connection.send(wire.Welcome(generation=self._generation, wall_ns=self._wall_ns()))
         if self._status == "tearing-down" or (self._status == "gathering" and self._is_resume):
             connection.send(wire.Kill(generation=self._generation))
         if self._status == "running":
             self._compare_workers(node, hello)
         self._wake.set()
+
+    def _take_back(self, node: NodeSession, connection: wire.Connection) -> None:
+        """A lost node is there again: the last of the spares, once what may still run on it is ended."""
+        self._repairs.take_back(node)
+        self._nodes[node.component] = self._nodes.pop(node.component)
+        share = self._settings.num_accelerators // max(1, len(self._settings.nodes))
+        self._record(kinds.NodeRepaired(component=node.component))
+        self._record(kinds.NodeJoined(component=node.component, role="spare", num_accelerators=share))
+        connection.send(wire.Kill(generation=self._generation))
 
     def _compare_workers(self, node: NodeSession, hello: wire.Hello) -> None:
         """Ranks that should run there and do not ended while nobody watched."""
@@ -355,6 +372,7 @@ class Controller:
                     detail = f"its node could not start it: {message.reason}"
                     self._add_loss(rules.Loss(rank=rank, component=node.component, cause_class="host", detail=detail))
             case wire.Killed():
+                node.is_cleared = node.is_cleared or not message.undead
                 if message.generation >= self._generation:
                     node.verified = message.snapshots
                     node.free_port = message.free_port

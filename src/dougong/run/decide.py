@@ -31,6 +31,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float = 0.0
     is_agent_asked: bool = False
     """A new agent was asked for and its backend did not refuse."""
+    is_expected: bool = False
+    """It is lost, but its backend has it again, and its agent was asked for."""
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,7 +277,7 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
         return Wait(reason="waiting for the chosen nodes")
     placement = choose_placement(view)
     if placement is None:
-        if view.gathering_s > policy.spare_wait_s or all(node.is_lost or node.is_connected for node in view.nodes):
+        if view.gathering_s > policy.spare_wait_s or all(_is_settled(node) for node in view.nodes):
             lost = [node.component for node in view.nodes if node.is_lost]
             return GiveUp(
                 reason=f"not enough nodes: {view.num_nodes} needed, lost {', '.join(lost) or 'none'}, no spare left"
@@ -292,6 +294,11 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
             reason=f"rank(s) {_ranks(moved)} move to {', '.join(sorted({placed.component for placed in moved}))}",
         )
     return Place(placement=placement, rung="standby", backoff_s=backoff_s, reason="all ranks start again from standbys")
+
+
+def _is_settled(node: NodeView) -> bool:
+    """Waiting will not bring it: it is there already, or gone for good as far as is known."""
+    return node.is_connected if not node.is_lost else not node.is_expected
 
 
 def _loss_of(finding: Finding, placement: Sequence[Placed]) -> Loss:

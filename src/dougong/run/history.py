@@ -54,10 +54,16 @@ class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int = 0
     """Of this generation, as far as recorded."""
     lost_nodes: frozenset[str] = frozenset()
+    returned_nodes: tuple[str, ...] = ()
+    """Lost since the job's start and back again, in the order of their return."""
     is_model_described: bool = False
     is_peak_described: bool = False
     last_durable_step: int = 0
     num_controllers: int = 0
+
+    def preference(self, component: str) -> int:
+        """The smaller, the sooner a node is chosen: one that was lost and came back is the last."""
+        return self.returned_nodes.index(component) + 1 if component in self.returned_nodes else 0
 
 
 def replay(records: Iterable[Recorded]) -> JobHistory:
@@ -83,6 +89,7 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
                 has_run_since_start=False,
                 num_restarts=0,
                 num_fruitless=0,
+                returned_nodes=(),
             )
         case ControllerStarted():
             return change(history, num_controllers=history.num_controllers + 1)
@@ -117,7 +124,12 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
         case NodeLost() as event:
             return change(history, lost_nodes=history.lost_nodes | {event.component})
         case NodeRepaired() as event:
-            return change(history, lost_nodes=history.lost_nodes - {event.component})
+            others = tuple(name for name in history.returned_nodes if name != event.component)
+            return change(
+                history,
+                lost_nodes=history.lost_nodes - {event.component},
+                returned_nodes=(*others, event.component),
+            )
         case ModelDescribed():
             return change(history, is_model_described=True)
         case PeakDescribed():

@@ -14,6 +14,12 @@ class NodeSession:
     def __init__(self, component: str, *, is_lost: bool, now_s: float) -> None:
         self.component = component
         self.is_lost = is_lost
+        self.is_fenced = is_lost
+        """All that could be done to end what ran on a lost node has been done."""
+        self.is_expected = False
+        """It is lost, and an agent was asked for: it may come back."""
+        self.is_cleared = True
+        """Nothing of a time before it was lost runs on it."""
         self.connection: wire.Connection | None = None
         self.gone_since_s = now_s
         self.heard_s = now_s
@@ -53,7 +59,8 @@ class NodeSession:
             component=self.component,
             is_connected=self.connection is not None,
             is_lost=self.is_lost,
-            is_ready=is_ready,
+            is_ready=is_ready and self.is_cleared,
+            is_expected=self.is_expected,
             was_connected=self.was_connected or was_known,
             silent_s=0.0 if self.connection is not None else now_s - self.gone_since_s,
             is_agent_asked=self.is_agent_asked,

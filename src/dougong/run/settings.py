@@ -32,6 +32,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for a node when none is left to take a lost one's place."""
     teardown_s: float = 10.0
     """How long the workers of a node may take to die before the node counts as lost."""
+    return_every_s: float = 2.0
+    """How often a lost node's backend is asked whether it can be used again; doubles with each return of the node."""
 
 
 class HangRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +59,8 @@ class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
     keep_durable: int = 3
     commit_timeout_s: float = 60.0
     """How long the end of a script waits for its last checkpoint to be committed."""
+    memory_root: str = ""
+    """Where memory checkpoints are kept; empty = /dev/shm, or the run directory where there is none."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +93,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int = 0
     webhook_url: str = ""
     is_chaos: bool = False
+    has_networks: bool = False
+    """Each node that this host plays has a network namespace of its own."""
 
     @property
     def world_size(self) -> int:

@@ -170,6 +170,8 @@ class Welcome(ToAgent, frozen=True, kw_only=True):
     """The agent is known. It says `Killed` for workers older than `generation` only when asked."""
 
     generation: int
+    wall_ns: int = 0
+    """The time of the run now."""
 
 
 class Launch(ToAgent, frozen=True, kw_only=True):
