@@ -27,6 +27,7 @@ from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
 from dougong.run.letters import post, read_from_worker, unread
 from dougong.run.page import Page, StepRecord
 from dougong.run.place import place_of, torchrun_variables, worker_variables
+from dougong.run.reserve import fill_reserve, with_reserve
 from dougong.run.settings import RunSettings
 from dougong.run.snapshot import SnapshotFiles
 from dougong.run.stacks import take_stack
@@ -95,6 +96,7 @@ class Agent:
     async def run(self) -> None:
         """Serve until dismissed."""
         self._node.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fill_reserve(self._node.root)
         self._adopt()
         await self._zygote.start()
         watch = asyncio.create_task(self._watch())
@@ -215,7 +217,8 @@ class Agent:
     async def _start_worker(self, launch: wire.Launch, rank: int, local_rank: int) -> None:
         for box in (self._node.outbox(rank), self._node.inbox(rank)):
             shutil.rmtree(box, ignore_errors=True)
-        page = Page.create(self._node.page(rank), generation=launch.generation)
+        path = self._node.page(rank)
+        page = with_reserve(self._node.root, lambda: Page.create(path, generation=launch.generation))
         place = place_of(self._settings, self._run, self._node, launch, rank=rank, local_rank=local_rank)
         log_path = self._run.logs / f"rank-{rank}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -263,9 +266,8 @@ class Agent:
     def _write_workers(self) -> None:
         if self._is_dismissed:
             return  # the node's directory may be gone already, and must not come back
-        write_atomically(
-            self._node.workers, msgspec.json.encode(tuple(worker.worker for worker in self._workers.values()))
-        )
+        listed = msgspec.json.encode(tuple(worker.worker for worker in self._workers.values()))
+        with_reserve(self._node.root, lambda: write_atomically(self._node.workers, listed))
 
     # --- watching ---
 
@@ -285,6 +287,7 @@ class Agent:
             self._forward_steps()
             if self._connection is not None and now_s - last_status_s >= _STATUS_S:
                 last_status_s = now_s
+                fill_reserve(self._node.root)
                 self._tell(self._status(now_s), is_kept=False)
             await asyncio.sleep(_TICK_S)
 

@@ -7,6 +7,7 @@ it was done: its true onset.
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -74,6 +75,7 @@ class Injector:
         self._stop = threading.Event()
         self._undoing: dict[int, tuple[threading.Timer, Callable[[], None]]] = {}
         self._undo_lock = threading.Lock()
+        self._keys = itertools.count()
         drawn = random.Random(seed)
         self._workers = WorkerFaults(reach, placement=self._now_placed, stop=self._stop)
         self._nodes = NodeFaults(reach, placement=self._now_placed, drawn=drawn)
@@ -87,7 +89,7 @@ class Injector:
         """No more faults, and those that last are undone; returns when the thread has ended."""
         self._stop.set()
         self._thread.join(timeout=5.0)
-        for key in tuple(self._undoing):
+        for key in reversed(tuple(self._undoing)):
             self._undo(key)
         self._log.close()
 
@@ -204,9 +206,9 @@ class Injector:
         self._later(fault.for_s, undo)
         return component, detail
 
-    def _later(self, after_s: float | None, undo: Callable[[], None]) -> None:
+    def _later(self, after_s: float | None, undo: Callable[[], None], *, key: int | None = None) -> None:
         """Undo it after a while, and at the latest at the end of the run."""
-        key = len(self._undoing)
+        key = next(self._keys) if key is None else key
         timer = threading.Timer(after_s or 0.0, self._undo, (key,))
         timer.daemon = True
         self._undoing[key] = (timer, undo)
@@ -214,12 +216,13 @@ class Injector:
             timer.start()
 
     def _undo(self, key: int) -> None:
+        """What cannot be undone now, because another fault stands over it, is tried again."""
         with self._undo_lock:
-            timer, undo = self._undoing[key]
-            self._undoing[key] = (timer, _nothing)
-        timer.cancel()
-        undo()
-
-
-def _nothing() -> None:
-    """What was undone already."""
+            found = self._undoing.pop(key, None)
+            if found is None:
+                return
+            found[0].cancel()
+            try:
+                found[1]()
+            except OSError:
+                self._later(_POLL_S * 10, found[1], key=key)

@@ -48,6 +48,8 @@ class CheckpointDesk:
                 self._shards.pop(letter.step, None)
                 text = f"checkpoint of step {letter.step} was not written by rank {letter.rank}: {letter.reason}"
                 drop = DropCheckpoint(generation=letter.generation, rank=0, step=letter.step)
+                async with self._busy:
+                    await asyncio.to_thread(self._sweep, letter)
                 return Outcome(events=(WarningRaised(component="checkpoints", text=text),), letter=drop)
             case ShardWritten():
                 return self._take_shard(letter)
@@ -98,6 +100,17 @@ class CheckpointDesk:
             path=manifest.directory_name(letter.step, generation=letter.generation),
         )
         return Outcome(events=(saved, *self._retire()))
+
+    def _sweep(self, failed: ShardFailed) -> None:
+        """Remove what can never be committed: on a full disk it would take the room that the next one needs.
+
+        A rank that still writes there fails too, and is swept after.
+        """
+        url = self._settings.checkpoint_url
+        with contextlib.suppress(OSError):
+            for stored in manifest.list_stored(url):
+                if not stored.is_committed and (stored.generation, stored.step) <= (failed.generation, failed.step):
+                    manifest.delete(url, stored.directory)
 
     def _retire(self) -> tuple[AnyEvent, ...]:
         url, keep = self._settings.checkpoint_url, self._settings.save.keep_durable
