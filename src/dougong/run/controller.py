@@ -190,7 +190,8 @@ class Controller:
         self._note_memory_checkpoints()
         self._see_to_stop()
         for component in self._reception.drop_silent():
-            self._spawn(self._end_agent(component))
+            # at once: a new one is not started where the old one still seems to run
+            await self._end_agent(component)
         for node in self._repairs.due(now_s=self._now_s()):
             self._spawn(self._repairs.ask(node))
         self._note_late_launch()
@@ -261,7 +262,7 @@ class Controller:
 
     async def _restart_agent(self, component: str) -> None:
         node = self._nodes[component]
-        node.is_agent_asked = True
+        node.ask_agent(now_s=self._now_s())
         try:
             await asyncio.to_thread(self._backend.start_agent, component)
         except NodeUnreachable as error:

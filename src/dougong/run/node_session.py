@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dougong.run import wire
 from dougong.run.decide import NodeView
 
+_ASK_AGAIN_S = 5.0
+
 
 class NodeSession:
     """One node of the run, connected or not."""
@@ -24,6 +26,7 @@ class NodeSession:
         self.gone_since_s = now_s
         self.heard_s = now_s
         self.is_agent_asked = False
+        self.agent_asked_s = now_s
         self.was_connected = False
         self.address = ""
         self.free_port = 0
@@ -41,6 +44,11 @@ class NodeSession:
         self.free_port = hello.free_port
         self.status = None
         self.verified = hello.snapshots
+
+    def ask_agent(self, *, now_s: float) -> None:
+        """Its backend is asked for an agent; after a while again, for that one may die too."""
+        self.is_agent_asked = True
+        self.agent_asked_s = now_s
 
     def lose_connection(self, *, now_s: float) -> None:
         """What was last heard does not count any more."""
@@ -63,7 +71,7 @@ class NodeSession:
             is_expected=self.is_expected,
             was_connected=self.was_connected or was_known,
             silent_s=0.0 if self.connection is not None else now_s - self.gone_since_s,
-            is_agent_asked=self.is_agent_asked,
+            is_agent_asked=self.is_agent_asked and now_s - self.agent_asked_s < _ASK_AGAIN_S,
         )
 
 

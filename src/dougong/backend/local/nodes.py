@@ -17,6 +17,7 @@ from dougong.errors import NodeUnreachable
 
 NODE_VARIABLE = "DOUGONG_NODE"
 _KILL_S = 10.0
+_AGENT_DIES_S = 1.0
 _DOWN = ".down"
 
 
@@ -54,9 +55,12 @@ class LocalNodes:
             )
 
     def end_agent(self, component: str) -> None:
-        for pid in self._pids(component):
-            if _is_agent(pid):
-                process.kill(pid)
+        agents = [pid for pid in self._pids(component) if _is_agent(pid)]
+        for pid in agents:
+            process.kill(pid)
+        deadline_s = time.monotonic() + _AGENT_DIES_S
+        while any(process.is_alive(pid) for pid in agents) and time.monotonic() < deadline_s:
+            time.sleep(0.002)
 
     def has_agent(self, component: str) -> bool:
         self._reap()
