@@ -20,8 +20,9 @@ from dougong.backend.device import FoundAccelerator
 from dougong.backend.local.networks import check_networks
 from dougong.backend.nvml import NvmlProbe
 from dougong.cli.controller import local_nodes, node_networks
-from dougong.cli.launch import Launcher, View, point_latest, wait_for_orphan
+from dougong.cli.launch import EXIT_STOPPED, Launcher, View, point_latest, wait_for_orphan
 from dougong.cli.run_options import RunOptions, Shape, membership, shape
+from dougong.cli.time_limit import requeue, stop_at_s
 from dougong.clock import SystemClock
 from dougong.errors import DougongError, MissingExtra, UserError
 from dougong.event import store
@@ -53,6 +54,8 @@ def start(options: RunOptions) -> int:
     member = membership(options, os.environ, num_nodes=wanted.num_nodes)
     command = _checked_command(options)
     _check_torch()
+    # a limit that cannot be shows before the start
+    stop_at_s(time_limit=options.time_limit, save_before=options.save_before, environment={}, now_s=0.0)
     if member is not None:
         from dougong.cli.run_member import join
 
@@ -75,7 +78,7 @@ def start(options: RunOptions) -> int:
     write_run(run, settings)
     if options.reference is not None:
         (run.root / "reference").write_text(f"{options.reference.resolve()}\n")
-    return supervise(run, settings, chaos=chaos, is_resume=False, wants_score=not options.no_score)
+    return supervise(run, settings, options, chaos=chaos, is_resume=False)
 
 
 def go_on(options: RunOptions) -> int:
@@ -99,14 +102,17 @@ def go_on(options: RunOptions) -> int:
         )
     for mark in (run.root / "nodes").glob("*.down"):
         mark.unlink()
-    return supervise(run, settings, chaos=_chaos(options), is_resume=True, wants_score=not options.no_score)
+    return supervise(run, settings, options, chaos=_chaos(options), is_resume=True)
 
 
 def supervise(
-    run: RunDirectory, settings: RunSettings, *, chaos: Chaos | None, is_resume: bool, wants_score: bool
+    run: RunDirectory, settings: RunSettings, options: RunOptions, *, chaos: Chaos | None, is_resume: bool
 ) -> int:
     """Launch, watch, inject what is to be injected; then say how it went."""
-    launcher = Launcher(run, is_resume=is_resume, view=_view(run, settings))
+    ends_s = stop_at_s(
+        time_limit=options.time_limit, save_before=options.save_before, environment=os.environ, now_s=time.time()
+    )
+    launcher = Launcher(run, is_resume=is_resume, view=_view(run, settings), stop_at_s=ends_s)
     drop_anchor(run, SystemClock())
     networks = node_networks(settings)
     if networks is not None:
@@ -128,7 +134,9 @@ def supervise(
         networks.tear_down()
     if code == 0:
         forget_memory(settings.run_id, memory_root=Path(settings.memory_root))
-    _say_how_it_went(run, code, wants_score=wants_score)
+    _say_how_it_went(run, code, wants_score=not options.no_score)
+    if launcher.is_out_of_time and options.requeue and code == EXIT_STOPPED:
+        click.echo(requeue(os.environ), err=True)
     return code
 
 
@@ -166,6 +174,7 @@ def settings_for(
         master_port=options.master_port or 0,
         webhook_url=options.webhook,
         is_chaos=is_chaos,
+        min_nodes=wanted.min_nodes,
     )
     for text in options.settings:
         settings = with_setting(settings, text)

@@ -34,6 +34,16 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long the workers of a node may take to die before the node counts as lost."""
     return_every_s: float = 2.0
     """How often a lost node's backend is asked whether it can be used again; doubles with each return of the node."""
+    is_in_process: bool = True
+    """May ranks that are well stay in their processes while a lost one is replaced?"""
+    unwind_s: float = 5.0
+    """How long they may take to leave their broken step (or twice their slow step, if that is longer)."""
+    rejoin_s: float = 120.0
+    """How long a recovery in the process may take before all ranks are started anew."""
+    shrink_wait_s: float = 10.0
+    """How long to wait for a node that may still come before going on with fewer (`--nnodes MIN:MAX`)."""
+    grow_wait_s: float = 10.0
+    """How long a job with fewer nodes runs before it takes in one that is free."""
 
 
 class HangRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +105,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     is_chaos: bool = False
     has_networks: bool = False
     """Each node that this host plays has a network namespace of its own."""
+    min_nodes: int = 0
+    """With how few nodes the job may go on; 0 = with all of them only."""
 
     @property
     def world_size(self) -> int:
