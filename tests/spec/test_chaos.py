@@ -74,9 +74,9 @@ def test_a_node_is_not_cut_off_from_itself() -> None:
         Chaos(seed=3, faults=(Fault(kind="cut-network", at_step=1, peer=NODES[0]),)), world_size=2, nodes=NODES
     )
     assert (drawn[0].node, drawn[0].peer) == (NODES[1], NODES[0])
+    itself = Chaos(seed=3, faults=(Fault(kind="cut-network", at_step=1, node=NODES[0], peer=NODES[0]),))
     with pytest.raises(UserError, match="itself"):
-        fault = Fault(kind="cut-network", at_step=1, node=NODES[0], peer=NODES[0])
-        resolve(Chaos(seed=3, faults=(fault,)), world_size=2, nodes=NODES)
+        resolve(itself, world_size=2, nodes=NODES)
 
 
 def test_without_a_node_a_clock_jumps_everywhere_and_the_node_killed_first_returns() -> None:

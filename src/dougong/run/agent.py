@@ -493,7 +493,7 @@ def snapshots_in(node: NodeDirectory, *, is_verified: bool) -> tuple[wire.Snapsh
         rank = int(number)
         files = SnapshotFiles(node.snapshot(rank))
         for slot in files.slots():
-            if is_verified and not files.is_whole(slot):
+            if not files.is_there(slot) or (is_verified and not files.is_whole(slot)):
                 continue
             found.append(
                 wire.SnapshotStatus(
