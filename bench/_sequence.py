@@ -104,8 +104,8 @@ def _alone(kind: FaultKind) -> tuple[FaultKind, ...]:
 def _sensible(kinds: Sequence[FaultKind], *, num_spares: int, dice: random.Random) -> tuple[FaultKind, ...]:
     """An end comes last and once; a node returns only after one was killed; two more dead than spares is one too many;
     a damaged checkpoint is looked at only when a node dies after it."""
-    ends = tuple(kind for kind in kinds if kind in ENDING)[:1]
-    rest = tuple(kind for kind in kinds if kind not in ENDING)
+    ends = tuple(kind for kind in kinds if _is_ending(kind))[:1]
+    rest = tuple(kind for kind in kinds if not _is_ending(kind))
     chosen: list[FaultKind] = []
     num_dead = 0
     for kind in rest:
@@ -125,6 +125,10 @@ def _sensible(kinds: Sequence[FaultKind], *, num_spares: int, dice: random.Rando
     return (*chosen, *ends)
 
 
+def _is_ending(kind: FaultKind) -> bool:
+    return kind in ENDING
+
+
 def _faults(kinds: Sequence[FaultKind], dice: random.Random) -> tuple[Fault, ...]:
     """When and how long. A second fault may strike at once with the one before, or in the recovery from it."""
     steps = sorted(dice.sample(range(10, _LAST_FAULT_STEP), len(kinds)))
@@ -139,7 +143,7 @@ def _faults(kinds: Sequence[FaultKind], dice: random.Random) -> tuple[Fault, ...
         after_s = 0.0
         if before is not None and way < 0.3 and before.at_step is not None and kind not in ("return-node", *ENDING):
             at_step = before.at_step
-        elif before is not None and way < 0.6 and before.kind in INTERRUPTING and kind != "tear-checkpoint":
+        elif before is not None and way < 0.6 and _interrupts(before) and kind != "tear-checkpoint":
             at_step, during, after_s = None, "recovery", round(dice.choice((0.0, 0.05, 0.3)), 2)
         elif way > 0.85 and kind not in _NOT_TIMED and num_timed < 2:
             # they may hit a start, and three failed starts in a row are given up
@@ -160,6 +164,12 @@ def _faults(kinds: Sequence[FaultKind], dice: random.Random) -> tuple[Fault, ...
             )
         )
     return tuple(faults)
+
+
+def _interrupts(fault: Fault) -> bool:
+    """For certain; else a fault in the recovery from it would never come, nor those after."""
+    is_passing = fault.kind == "stop-worker" and fault.for_s is not None
+    return fault.kind in INTERRUPTING and not is_passing and fault.kind != "cut-network"
 
 
 def _lasting_s(kind: FaultKind, dice: random.Random) -> float | None:

@@ -25,6 +25,7 @@ from dougong.run import wire
 from dougong.run.activity import ActivityState, advance
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
 from dougong.run.letters import Rejoin, post, read_from_worker, unread
+from dougong.run.links import LinkDoor
 from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.place import place_of, torchrun_variables, worker_variables
 from dougong.run.reserve import fill_reserve, with_reserve
@@ -88,6 +89,8 @@ class Agent:
         self._generation = 0
         self._killed_generation = 0
         self._launching = asyncio.Lock()
+        self._links = LinkDoor(token=token)
+        self._link_port = 0
         self._is_dismissed = False
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,6 +101,7 @@ class Agent:
         self._node.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         fill_reserve(self._node.root)
         self._adopt()
+        self._link_port = await self._links.open(_listen_host(self._settings))
         await self._zygote.start()
         watch = asyncio.create_task(self._watch())
         watch.add_done_callback(self._on_task_done)
@@ -115,6 +119,7 @@ class Agent:
                     await asyncio.sleep(_RECONNECT_S)
         finally:
             watch.cancel()
+            self._links.close()
             self._zygote.close()
 
     # --- speaking with the controller ---
@@ -151,6 +156,7 @@ class Agent:
             free_port=free_port(_listen_host(self._settings)),
             workers=tuple(worker.worker for worker in self._workers.values()),
             snapshots=snapshots_in(self._node, is_verified=False),
+            link_port=self._link_port,
         )
 
     def _tell(self, message: wire.ToController, *, is_kept: bool = True) -> None:
@@ -172,6 +178,8 @@ class Agent:
                 self._spawn(self._kill(message))
             case wire.TakeStacks():
                 self._spawn(self._take_stacks(message.generation))
+            case wire.ProbeLinks():
+                self._spawn(self._probe_links(message))
             case wire.StopAt():
                 for worker in self._workers.values():
                     worker.page.stop_at_step = message.step
@@ -454,6 +462,10 @@ class Agent:
         deadline_s = self._now_s() + timeout_s
         while any(process.is_alive(w.worker.pid) for w in workers) and self._now_s() < deadline_s:
             await asyncio.sleep(0.005)
+
+    async def _probe_links(self, order: wire.ProbeLinks) -> None:
+        unreachable = await self._links.unreachable(order.peers)
+        self._tell(wire.LinksProbed(round=order.round, unreachable=unreachable), is_kept=False)
 
     async def _take_stacks(self, generation: int) -> None:
         workers = [worker for worker in self._workers.values() if worker.worker.generation == generation]

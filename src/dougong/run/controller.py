@@ -27,6 +27,7 @@ from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_committed, n
 from dougong.run.hang import Finding, find_hang
 from dougong.run.history import JobHistory
 from dougong.run.layout import RunDirectory, write_atomically
+from dougong.run.links import Links
 from dougong.run.losses import loss_of_end, loss_of_error
 from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_of
 from dougong.run.page import Phase, StepRecord
@@ -86,6 +87,7 @@ class Controller:
         self._placement = history.placement
         self._is_attached = history.is_attached
         self._is_resumed = history.is_resumed
+        self._has_stepped = history.last_step > 0
         self._num_restarts = 0 if is_resume else history.num_restarts
         self._num_fruitless = 0 if is_resume else history.num_fruitless
         self._progress = JobProgress(max_step=history.max_step)
@@ -115,6 +117,7 @@ class Controller:
         self._is_leaving = False
         self._restore = wire.Restore(source="none")
         self._launched: set[str] = set()
+        self._links = Links(self._nodes)
         self._repairs = Repairs(self._nodes, backend=backend, policy=settings.policy)
         self._announcements = Announcements(settings, history)
         self._reception = Reception(
@@ -196,6 +199,7 @@ class Controller:
         for component in self._reception.drop_silent():
             # at once: a new one is not started where the old one still seems to run
             await self._end_agent(component)
+        self._record_all(self._links.look(now_s=self._now_s()))
         for node in self._repairs.due(now_s=self._now_s()):
             self._spawn(self._repairs.ask(node))
         self._note_late_launch()
@@ -276,6 +280,8 @@ class Controller:
             min_nodes=self._settings.min_nodes,
             is_attached=self._is_attached,
             is_growing=self._is_growing,
+            is_probing=self._links.is_asking(now_s=now_s),
+            cut_links=self._links.cut,
             has_left=bool(self._stopped) and len(self._stopped | self._finished) == len(self._placement),
             is_stop_wanted=self._stop_since_s is not None,
             is_stop_complete=self._stop_since_s is not None
@@ -413,6 +419,8 @@ class Controller:
                         self._killed.add(node.component)
                     if self._is_stop_sent and self._status == "running":
                         self._stopped.update(p.rank for p in self._placement if p.component == node.component)
+            case wire.LinksProbed():
+                self._links.hear(node.component, message)
             case wire.StacksTaken():
                 if message.generation == self._generation:
                     self._stacks.update(message.stacks)
@@ -432,6 +440,9 @@ class Controller:
         )
         if self._progress.max_step > before_max:
             self._num_fruitless = 0
+        if self._progress.last_step > before and not self._has_stepped:
+            self._has_stepped = True
+            self._progress.note_start(self._now_s() - self._status_since_s)
         if self._progress.last_step > before and not self._is_resumed:
             self._is_resumed = True
             self._write_ranges(is_forced=True)
@@ -637,6 +648,8 @@ class Controller:
         )
         self._record(event)
         self._num_fruitless += 1
+        if loss.cause_class in ("hang", "network") or self._links.cut:
+            self._links.ask(now_s=self._now_s())
         self._staying = set(decision.staying) - {rank}
         if rank != loss.rank and decision.staying:
             self._staying.add(loss.rank)  # the stacks name another one
@@ -736,6 +749,7 @@ class Controller:
         self._stopped.clear()
         self._launched.clear()
         self._is_resumed = self._generation == 1
+        self._has_stepped = False
         self._announcements.begin_generation(world_size=len(decision.placement), reason=decision.reason)
         self._desk.begin_generation(self._generation, world_size=len(decision.placement))
         self._progress.begin_generation(self._generation, world_size=len(decision.placement))

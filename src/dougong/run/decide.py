@@ -13,6 +13,7 @@ import msgspec
 
 from dougong.event.kinds import CauseClass, Placed
 from dougong.run.hang import Finding, FindingKind
+from dougong.run.links import reach_each_other
 from dougong.run.settings import Policy
 from dougong.run.wire import Restore, SnapshotStatus
 
@@ -89,6 +90,10 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks were asked to save and leave, so that a larger world can start."""
     has_left: bool = False
     """They have."""
+    is_probing: bool = False
+    """The nodes are trying whether they reach each other."""
+    cut_links: tuple[tuple[str, str], ...] = ()
+    """Pairs of nodes that do not."""
 
     @property
     def is_gathered(self) -> bool:
@@ -337,7 +342,15 @@ def _free(view: JobView) -> list[str]:
 
 
 def _usable(view: JobView) -> list[str]:
-    return [node.component for node in view.nodes if node.is_connected and node.is_ready and not node.is_lost]
+    """The nodes that can work together, in order of preference; of two that are cut off, the one in use stays."""
+    there = [node.component for node in view.nodes if node.is_connected and node.is_ready and not node.is_lost]
+    if not view.cut_links:
+        return there
+    in_use = sorted(view.placement, key=lambda placed: placed.rank not in view.staying)
+    preferred = dict.fromkeys(placed.component for placed in in_use if placed.component in there)
+    preferred |= dict.fromkeys(there)
+    together = reach_each_other(tuple(preferred), cut=view.cut_links)
+    return [component for component in there if component in together]
 
 
 def _who_stays(view: JobView, policy: Policy, *, but: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -364,6 +377,8 @@ def _while_tearing_down(view: JobView, policy: Policy) -> Decision:
         return LoseNode(component=min(waiting), reason=f"its workers did not die within {policy.teardown_s:g} s")
     if waiting:
         return Wait(reason=f"workers are being ended on {', '.join(sorted(waiting))}")
+    if view.is_probing:
+        return Wait(reason="the nodes try whether they reach each other")
     if view.staying and (verdict := _about_staying(view, policy)) is not None:
         return verdict
     if view.is_stop_wanted:
@@ -381,9 +396,9 @@ def _about_staying(view: JobView, policy: Policy) -> Decision | None:
     """None = they have all left their step."""
     if view.is_stop_wanted:
         return EndStaying(reason="stop was asked for; a rank was lost meanwhile")
-    lost_nodes = {node.component for node in view.nodes if node.is_lost}
-    if any(placed.rank in view.staying and placed.component in lost_nodes for placed in view.placement):
-        return EndStaying(reason="another node was lost meanwhile")
+    usable = _usable(view)
+    if any(placed.rank in view.staying and placed.component not in usable for placed in view.placement):
+        return EndStaying(reason="another node was lost meanwhile, or cut off from the others")
     late = sorted(set(view.staying) - set(view.unwound))
     limit_s = max(policy.unwind_s, 2 * view.slow_step_s)
     if late and view.teardown_s > limit_s:
@@ -409,11 +424,12 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
         return Wait(reason="waiting for the chosen nodes")
     placement = choose_placement(view, num_nodes=choose_size(view, policy))
     if placement is None:
-        if view.gathering_s > policy.spare_wait_s or all(_is_settled(node) for node in view.nodes):
+        is_hopeless = all(_is_settled(node) for node in view.nodes) and not view.cut_links
+        if view.gathering_s > policy.spare_wait_s or is_hopeless:
             lost = [node.component for node in view.nodes if node.is_lost]
-            return GiveUp(
-                reason=f"not enough nodes: {view.num_nodes} needed, lost {', '.join(lost) or 'none'}, no spare left"
-            )
+            cut = "".join(f", {first} does not reach {second}" for first, second in view.cut_links)
+            why = f"lost {', '.join(lost) or 'none'}{cut}, no spare left"
+            return GiveUp(reason=f"not enough nodes: {view.num_nodes} needed, {why}")
         return Wait(reason="waiting for nodes")
     if view.generation == 0:
         return Place(placement=placement, rung="first", backoff_s=0.0, reason="all nodes are there")

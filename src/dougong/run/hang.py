@@ -39,6 +39,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     p99_s: float | None = None
     longest_gap_s: float | None = None
+    start_s: float | None = None
+    """The longest start so far, from the order to the first finished step."""
 
 
 def find_hang(ranks: Sequence[RankStatus], *, learnt: StepTimes, rule: HangRule) -> Finding | None:
@@ -88,7 +90,7 @@ def find_hang(ranks: Sequence[RankStatus], *, learnt: StepTimes, rule: HangRule)
 def patience(ranks: Sequence[RankStatus], *, learnt: StepTimes, rule: HangRule) -> tuple[float, str]:
     """How long all ranks may be without progress and without activity, and why that long."""
     if _is_starting(ranks):
-        return rule.startup_s, "before the first step"
+        return _starting_patience(learnt, rule)
     if not all(rank.is_attached for rank in ranks):
         return _unmodified_patience(learnt, rule)
     if any(rank.phase in (Phase.CHECKPOINT, Phase.RESTORING) for rank in ranks):
@@ -100,6 +102,14 @@ def patience(ranks: Sequence[RankStatus], *, learnt: StepTimes, rule: HangRule) 
         return max(rule.attached_min_s, 10 * (learnt.longest_gap_s or rule.outside_step_s / 10)), "few steps known yet"
     limit_s = max(rule.attached_min_s, rule.attached_p99_factor * learnt.p99_s)
     return limit_s, f"max({rule.attached_min_s:g} s, {rule.attached_p99_factor:g} x p99 step {learnt.p99_s:.2f} s)"
+
+
+def _starting_patience(learnt: StepTimes, rule: HangRule) -> tuple[float, str]:
+    """Nobody knows how long a first start may take; the later ones are like it, unless their ranks cannot meet."""
+    if learnt.start_s is None:
+        return rule.startup_s, "before the first step"
+    limit_s = min(rule.startup_s, max(rule.restart_min_s, rule.restart_factor * learnt.start_s))
+    return limit_s, f"a start; {rule.restart_factor:g} x the longest so far, {learnt.start_s:.1f} s"
 
 
 def _unmodified_patience(learnt: StepTimes, rule: HangRule) -> tuple[float, str]:

@@ -30,6 +30,7 @@ class NodeSession:
         self.was_connected = False
         self.address = ""
         self.free_port = 0
+        self.link_port = 0
         self.status: wire.Status | None = None
         self.status_s = 0.0
         self.verified: tuple[wire.SnapshotStatus, ...] = ()
@@ -42,6 +43,7 @@ class NodeSession:
         self.heard_s = now_s
         self.address = hello.address
         self.free_port = hello.free_port
+        self.link_port = hello.link_port
         self.status = None
         self.verified = hello.snapshots
 

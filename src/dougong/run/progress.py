@@ -31,6 +31,7 @@ class JobProgress:
         self._redo_until = 0
         self._durations_s: deque[float] = deque(maxlen=_NUM_LEARNT)
         self._longest_gap_s: float | None = None
+        self._start_s: float | None = None
         self._last_end_ns: int | None = None
 
     def begin_generation(self, generation: int, *, world_size: int, last_step: int = 0) -> None:
@@ -71,13 +72,18 @@ class JobProgress:
     def learnt(self) -> StepTimes:
         """What the hang rule needs."""
         if not self._durations_s:
-            return StepTimes()
+            return StepTimes(start_s=self._start_s)
         ordered = sorted(self._durations_s)
         return StepTimes(
             num_steps=len(ordered),
             p99_s=ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))],
             longest_gap_s=self._longest_gap_s,
+            start_s=self._start_s,
         )
+
+    def note_start(self, duration_s: float) -> None:
+        """How long a generation took from the order to start to its first finished step."""
+        self._start_s = max(self._start_s or 0.0, duration_s)
 
     def _finish(self, step: int) -> None:
         ranks = self._by_step.pop(step)

@@ -59,6 +59,10 @@ class HangRule(msgspec.Struct, frozen=True, kw_only=True):
     active_s: float = 600.0
     stopped_s: float = 1.0
     unwound_s: float = 1.5
+    restart_min_s: float = 30.0
+    """A start after the first, in which all ranks do nothing at all for so long, hangs."""
+    restart_factor: float = 4.0
+    """Or so many times the longest start so far, if that is longer."""
 
 
 class SaveRule(msgspec.Struct, frozen=True, kw_only=True):

@@ -88,6 +88,8 @@ class Hello(ToController, frozen=True, kw_only=True):
     workers: tuple[RunningWorker, ...]
     snapshots: tuple[SnapshotStatus, ...]
     protocol: int = PROTOCOL_VERSION
+    link_port: int = 0
+    """At which the agents of other nodes may knock; 0 = at none."""
 
 
 class Status(ToController, frozen=True, kw_only=True):
@@ -145,6 +147,21 @@ class Killed(ToController, frozen=True, kw_only=True):
     undead: tuple[int, ...] = ()
 
 
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the agent of a node answers other agents."""
+
+    component: str
+    host: str
+    port: int
+
+
+class LinksProbed(ToController, frozen=True, kw_only=True):
+    """The nodes that this one did not reach."""
+
+    round: int
+    unreachable: tuple[str, ...]
+
+
 class StacksTaken(ToController, frozen=True, kw_only=True):
     """The stacks of the node's ranks: (rank, text)."""
 
@@ -152,7 +169,9 @@ class StacksTaken(ToController, frozen=True, kw_only=True):
     stacks: tuple[tuple[int, str], ...]
 
 
-AgentMessage = Hello | Status | Steps | Received | WorkerEnded | Launched | LaunchFailed | Killed | StacksTaken
+AgentMessage = (
+    Hello | Status | Steps | Received | WorkerEnded | Launched | LaunchFailed | Killed | StacksTaken | LinksProbed
+)
 
 
 # --- controller -> agent ---
@@ -214,6 +233,13 @@ class TakeStacks(ToAgent, frozen=True, kw_only=True):
     generation: int
 
 
+class ProbeLinks(ToAgent, frozen=True, kw_only=True):
+    """Try to reach the agents of these nodes."""
+
+    round: int
+    peers: tuple[PeerAddress, ...]
+
+
 class StopAt(ToAgent, frozen=True, kw_only=True):
     """All ranks save and leave once they have finished this step."""
 
@@ -233,7 +259,7 @@ class Dismiss(ToAgent, frozen=True, kw_only=True):
     is_memory_kept: bool
 
 
-ControllerMessage = Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | Dismiss
+ControllerMessage = Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | Dismiss | ProbeLinks
 
 
 class Connection:

@@ -25,6 +25,8 @@ from dougong.event.kinds import (
     JobResumed,
     JobStarted,
     JobStopped,
+    LinkCut,
+    LinkHealed,
     ModelDescribed,
     NodeJoined,
     NodeLost,
@@ -144,6 +146,8 @@ class JobFold:
                 | AgentReturned()
                 | ControllerStarted()
                 | WorldResized()
+                | LinkCut()
+                | LinkHealed()
                 | WebhookSent()
                 | WarningRaised()
             ):
