@@ -234,6 +234,15 @@ def test_a_broken_link_between_living_ranks_is_found_by_their_unwinding() -> Non
     assert finding.kind == "unwound"
 
 
+def test_a_start_after_the_first_has_the_patience_of_the_starts_before() -> None:
+    starting = [silent(0, 100, phase=Phase.STARTING), silent(1, 100, phase=Phase.RESTORING)]
+    assert find_hang(starting, learnt=NEVER, rule=RULE) is None
+    assert find_hang(starting, learnt=StepTimes(start_s=40.0), rule=RULE) is None
+    found = find_hang(starting, learnt=StepTimes(start_s=5.0), rule=RULE)
+    assert found is not None and "a start" in found.reason
+    assert patience(starting, learnt=StepTimes(start_s=1e6), rule=RULE)[0] == RULE.startup_s
+
+
 # --- budgets of phases ---
 
 

@@ -59,6 +59,10 @@ def _sentence(event: kinds.AnyEvent | kinds.Unknown) -> str:
             return f"joined as {event.role} with {_count(event.num_accelerators, 'accelerator')}"
         case kinds.NodeLost():
             return f"node lost ({event.cause_class}): {event.reason}"
+        case kinds.LinkCut():
+            return f"does not reach {event.peer}; the two are not used together"
+        case kinds.LinkHealed():
+            return f"reaches {event.peer} again"
         case kinds.NodeRepaired():
             return "node can be used again"
         case kinds.AgentLost():

@@ -254,6 +254,20 @@ class NodeRepaired(Event, frozen=True, kw_only=True):
     component: str
 
 
+class LinkCut(Event, frozen=True, kw_only=True):
+    """Two nodes do not reach each other, although both answer the controller; they are not used together."""
+
+    component: str
+    peer: str
+
+
+class LinkHealed(Event, frozen=True, kw_only=True):
+    """They reach each other again."""
+
+    component: str
+    peer: str
+
+
 class AgentLost(Event, frozen=True, kw_only=True):
     """The agent of a node does not answer; its workers may still run."""
 
@@ -453,6 +467,8 @@ AnyEvent = (
     | NodeJoined
     | NodeLost
     | NodeRepaired
+    | LinkCut
+    | LinkHealed
     | AgentLost
     | AgentReturned
     | ControllerStarted

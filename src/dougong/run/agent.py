@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from dougong.backend.local import process
-from dougong.clock import Clock
+from dougong.clock import CarriedClock, Clock
 from dougong.run import wire
 from dougong.run.activity import ActivityState, advance
 from dougong.run.copy_store import CopyStore, forget_newer
@@ -28,10 +28,12 @@ from dougong.run.courier_link import CopyUnavailable, CourierLink
 from dougong.run.evidence import take_evidence
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
 from dougong.run.letters import OrderPut, Rejoin, post, read_from_worker, unread
+from dougong.run.links import LinkDoor
 from dougong.run.log_continuation import log_variables
 from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.place import place_of, torchrun_variables, worker_variables
 from dougong.run.probe import probe
+from dougong.run.reserve import fill_reserve, with_reserve
 from dougong.run.settings import RunSettings
 from dougong.run.snapshot import SnapshotFiles
 from dougong.run.writer_link import WriterLink
@@ -83,7 +85,7 @@ class Agent:
         self._node = node
         self._settings = settings
         self._token = token
-        self._clock = clock
+        self._host_clock = self._clock = clock
         self._workers: dict[int, _Worker] = {}
         self._connection: wire.Connection | None = None
         self._told: list[wire.ToController] = []
@@ -102,6 +104,8 @@ class Agent:
         self._generation = 0
         self._killed_generation = 0
         self._launching = asyncio.Lock()
+        self._links = LinkDoor(token=token)
+        self._link_port = 0
         self._is_dismissed = False
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,7 +114,9 @@ class Agent:
     async def run(self) -> None:
         """Serve until dismissed."""
         self._node.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fill_reserve(self._node.root)
         self._adopt()
+        self._link_port = await self._links.open(_listen_host(self._settings))
         await self._zygote.start()
         await self._writer.start()
         watch = asyncio.create_task(self._watch())
@@ -129,6 +135,7 @@ class Agent:
                     await asyncio.sleep(_RECONNECT_S)
         finally:
             watch.cancel()
+            self._links.close()
             self._zygote.close()
             self._writer.close()
             await self._courier.close()
@@ -169,6 +176,7 @@ class Agent:
             snapshots=snapshots_in(self._node, is_verified=False),
             courier_port=self._courier.held.courier_port,
             copies=CopyStore(self._node).held(),
+            link_port=self._link_port,
         )
 
     def _tell(self, message: wire.ToController, *, is_kept: bool = True) -> None:
@@ -182,12 +190,16 @@ class Agent:
         match message:
             case wire.Welcome():
                 self._generation = max(self._generation, message.generation)
+                if message.wall_ns:  # the run has one time, whatever this host's wall clock says
+                    self._clock = CarriedClock(self._host_clock, offset_ns=message.wall_ns - self._now_ns())
             case wire.Launch():
                 self._spawn(self._launch(message))
             case wire.Kill():
                 self._spawn(self._kill(message))
             case wire.TakeStacks():
                 self._spawn(self._take_stacks(message.generation))
+            case wire.ProbeLinks():
+                self._spawn(self._probe_links(message))
             case wire.StopAt():
                 for worker in self._workers.values():
                     worker.page.stop_at_step = message.step
@@ -283,7 +295,8 @@ class Agent:
     async def _start_worker(self, launch: wire.Launch, rank: int, local_rank: int) -> None:
         for box in (self._node.outbox(rank), self._node.inbox(rank)):
             shutil.rmtree(box, ignore_errors=True)
-        page = Page.create(self._node.page(rank), generation=launch.generation)
+        path = self._node.page(rank)
+        page = with_reserve(self._node.root, lambda: Page.create(path, generation=launch.generation))
         place = place_of(self._settings, self._run, self._node, launch, rank=rank, local_rank=local_rank)
         log_path = self._run.logs / f"rank-{rank}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -332,9 +345,8 @@ class Agent:
     def _write_workers(self) -> None:
         if self._is_dismissed:
             return  # the node's directory may be gone already, and must not come back
-        write_atomically(
-            self._node.workers, msgspec.json.encode(tuple(worker.worker for worker in self._workers.values()))
-        )
+        listed = msgspec.json.encode(tuple(worker.worker for worker in self._workers.values()))
+        with_reserve(self._node.root, lambda: write_atomically(self._node.workers, listed))
 
     # --- watching ---
 
@@ -357,6 +369,7 @@ class Agent:
             is_news = phases != last_phases and (Phase.UNWOUND in phases or Phase.UNWOUND in last_phases)
             if self._connection is not None and (is_news or now_s - last_status_s >= _STATUS_S):
                 last_status_s, last_phases = now_s, phases
+                fill_reserve(self._node.root)
                 self._tell(self._status(now_s), is_kept=False)
             await asyncio.sleep(_TICK_S)
 
@@ -492,6 +505,10 @@ class Agent:
         while any(process.is_alive(w.worker.pid) for w in workers) and self._now_s() < deadline_s:
             await asyncio.sleep(0.005)
 
+    async def _probe_links(self, order: wire.ProbeLinks) -> None:
+        unreachable = await self._links.unreachable(order.peers)
+        self._tell(wire.LinksProbed(round=order.round, unreachable=unreachable), is_kept=False)
+
     async def _take_stacks(self, generation: int) -> None:
         workers = [worker for worker in self._workers.values() if worker.worker.generation == generation]
         ranks = await asyncio.gather(
@@ -527,7 +544,10 @@ class Agent:
         await self._leave(is_memory_kept=True)
 
     def _now_s(self) -> float:
-        return self._clock.monotonic_ns() / 1e9
+        return self._now_ns() / 1e9
+
+    def _now_ns(self) -> int:
+        return self._clock.monotonic_ns()
 
 
 def snapshots_in(node: NodeDirectory, *, is_verified: bool) -> tuple[wire.SnapshotStatus, ...]:
@@ -543,7 +563,7 @@ def snapshots_in(node: NodeDirectory, *, is_verified: bool) -> tuple[wire.Snapsh
         rank = int(number)
         files = SnapshotFiles(node.snapshot(rank))
         for slot in files.slots():
-            if is_verified and not files.is_whole(slot):
+            if not files.is_there(slot) or (is_verified and not files.is_whole(slot)):
                 continue
             found.append(
                 wire.SnapshotStatus(
@@ -566,7 +586,7 @@ def free_port(host: str) -> int:
 
 
 def _listen_host(settings: RunSettings) -> str:
-    return "127.0.0.1" if settings.backend == "local" else ""
+    return "127.0.0.1" if settings.backend == "local" and not settings.has_networks else ""
 
 
 def _shifted(record: StepRecord, offset_ns: int) -> StepRecord:

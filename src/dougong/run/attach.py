@@ -145,6 +145,7 @@ class Job:
         self._has_room = False
         self._ledger: _Ledger | None = None
         self._is_ledger_warned = False
+        self._is_memory_warned = False
         self._submitted_step = 0
         self._loaded_step = 0
         self._resumed_step = 0
@@ -472,6 +473,7 @@ class Job:
             )
             post(self._place.node.outbox(self._place.rank), letter)
             return
+        self._tell_private_memory()
         if is_durable:
             self._submitted_step = step
             self._persister.submit(
@@ -482,6 +484,14 @@ class Job:
                     stall_s=stall_s,
                 )
             )
+
+    def _tell_private_memory(self) -> None:
+        """Once: durable checkpoints are written all the same."""
+        assert self._files is not None
+        if self._files.is_private and not self._is_memory_warned:
+            self._is_memory_warned = True
+            where = self._files.path(0).parent
+            self._warn(f"shared memory is full ({where}): this rank's memory checkpoints do not outlive its process")
 
     def _warn(self, text: str) -> None:
         assert self._place is not None

@@ -30,11 +30,13 @@ from dougong.run.fitness import Fitness, untested_at_start
 from dougong.run.hang import Finding, find_hang
 from dougong.run.history import JobHistory
 from dougong.run.layout import RunDirectory, write_atomically
+from dougong.run.links import Links
 from dougong.run.losses import loss_of_end, loss_of_error
 from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_of
 from dougong.run.page import Phase, StepRecord
 from dougong.run.progress import JobProgress
 from dougong.run.reception import Reception
+from dougong.run.repairs import Repairs
 from dougong.run.restore_choice import must_travel
 from dougong.run.settings import RunSettings
 from dougong.run.stacks import name_culprit
@@ -82,7 +84,7 @@ class Controller:
         self._is_resume = is_resume or (history.num_starts > 1 and not history.has_run_since_start)
         now_s = self._now_s()
         lost = frozenset[str]() if is_resume else history.lost_nodes
-        names = (*settings.nodes, *settings.spares)
+        names = sorted((*settings.nodes, *settings.spares), key=history.preference)
         self._nodes = {name: NodeSession(name, is_lost=name in lost, now_s=now_s) for name in names}
         self._status: Status = "gathering"
         self._status_since_s = now_s
@@ -90,6 +92,7 @@ class Controller:
         self._placement = history.placement
         self._is_attached = history.is_attached
         self._is_resumed = history.is_resumed
+        self._has_stepped = history.last_step > 0
         self._num_restarts = 0 if is_resume else history.num_restarts
         self._num_fruitless = 0 if is_resume else history.num_fruitless
         self._progress = JobProgress(max_step=history.max_step)
@@ -119,6 +122,8 @@ class Controller:
         self._is_leaving = False
         self._restore = wire.Restore(source="none")
         self._launched: set[str] = set()
+        self._links = Links(self._nodes)
+        self._repairs = Repairs(self._nodes, backend=backend, policy=settings.policy)
         self._announcements = Announcements(settings, history)
         self._reception = Reception(
             self._nodes,
@@ -207,7 +212,11 @@ class Controller:
         self._record_all(self._copies.look(self._copied_job(), now_s=self._now_s()))
         self._see_to_stop()
         for component in self._reception.drop_silent():
-            self._spawn(self._end_agent(component))
+            # at once: a new one is not started where the old one still seems to run
+            await self._end_agent(component)
+        self._record_all(self._links.look(now_s=self._now_s()))
+        for node in self._repairs.due(now_s=self._now_s()):
+            self._spawn(self._repairs.ask(node))
         self._note_late_launch()
         self._see_to_lingering()
         finding = self._find_hang()
@@ -303,6 +312,8 @@ class Controller:
             min_nodes=self._settings.min_nodes,
             is_attached=self._is_attached,
             is_growing=self._is_growing,
+            is_probing=self._links.is_asking(now_s=now_s),
+            cut_links=self._links.cut,
             has_left=bool(self._stopped) and len(self._stopped | self._finished) == len(self._placement),
             is_stop_wanted=self._stop_since_s is not None,
             is_stop_complete=self._stop_since_s is not None
@@ -323,7 +334,7 @@ class Controller:
 
     async def _restart_agent(self, component: str) -> None:
         node = self._nodes[component]
-        node.is_agent_asked = True
+        node.ask_agent(now_s=self._now_s())
         try:
             await asyncio.to_thread(self._backend.start_agent, component)
         except NodeUnreachable as error:
@@ -332,6 +343,7 @@ class Controller:
     def _lose_node(self, component: str, reason: str) -> None:
         node = self._nodes[component]
         node.is_lost = True
+        node.is_fenced = False
         if node.connection is not None:
             node.connection.close()
             node.connection = None
@@ -340,24 +352,36 @@ class Controller:
 
     async def _fence(self, component: str) -> None:
         await asyncio.to_thread(self._backend.fence, component)
+        self._nodes[component].is_fenced = True
 
     async def _end_agent(self, component: str) -> None:
         await asyncio.to_thread(self._backend.end_agent, component)
 
     def _connected(self, node: NodeSession, connection: wire.Connection, hello: wire.Hello) -> None:
-        if node.was_connected or (self._history.is_started and not self._is_resume):
+        if node.is_lost:
+            self._take_back(node, connection)
+        elif node.was_connected or (self._history.is_started and not self._is_resume):
             self._record(kinds.AgentReturned(component=node.component, num_workers=len(hello.workers)))
         else:
             role = "active" if node.component in self._settings.nodes else "spare"
             share = self._settings.num_accelerators // max(1, len(self._settings.nodes))
             self._record(kinds.NodeJoined(component=node.component, role=role, num_accelerators=share))
         node.open(connection, hello, now_s=self._now_s())
-        connection.send(wire.Welcome(generation=self._generation))
+        connection.send(wire.Welcome(generation=self._generation, wall_ns=self._wall_ns()))
         if self._status == "tearing-down" or (self._status == "gathering" and self._is_resume):
             connection.send(wire.Kill(generation=self._generation, staying=tuple(sorted(self._staying))))
         if self._status == "running":
             self._compare_workers(node, hello)
         self._wake.set()
+
+    def _take_back(self, node: NodeSession, connection: wire.Connection) -> None:
+        """A lost node is there again: the last of the spares, once what may still run on it is ended."""
+        self._repairs.take_back(node)
+        self._nodes[node.component] = self._nodes.pop(node.component)
+        share = self._settings.num_accelerators // max(1, len(self._settings.nodes))
+        self._record(kinds.NodeRepaired(component=node.component))
+        self._record(kinds.NodeJoined(component=node.component, role="spare", num_accelerators=share))
+        connection.send(wire.Kill(generation=self._generation))
 
     def _compare_workers(self, node: NodeSession, hello: wire.Hello) -> None:
         """Ranks that should run there and do not ended while nobody watched."""
@@ -443,6 +467,7 @@ class Controller:
             case wire.CopiesHeld():
                 self._record_all(self._copies.hear(node, message))
             case wire.Killed():
+                node.is_cleared = node.is_cleared or not message.undead
                 if message.generation >= self._generation:
                     node.verified = message.snapshots
                     node.copies = message.copies
@@ -454,6 +479,8 @@ class Controller:
                         self._stopped.update(p.rank for p in self._placement if p.component == node.component)
             case wire.Preflighted():
                 self._fitness.hear(node.component, message)
+            case wire.LinksProbed():
+                self._links.hear(node.component, message)
             case wire.StacksTaken():
                 if message.generation == self._generation:
                     self._evidence.update({one.rank: one for one in message.ranks})
@@ -474,6 +501,9 @@ class Controller:
         )
         if self._progress.max_step > before_max:
             self._num_fruitless = 0
+        if self._progress.last_step > before and not self._has_stepped:
+            self._has_stepped = True
+            self._progress.note_start(self._now_s() - self._status_since_s)
         if self._progress.last_step > before and not self._is_resumed:
             self._is_resumed = True
             self._write_ranges(is_forced=True)
@@ -734,6 +764,8 @@ class Controller:
         )
         self._record(event)
         self._num_fruitless += loss.is_failure
+        if loss.cause_class in ("hang", "network") or self._links.cut:
+            self._links.ask(now_s=self._now_s())
         self._staying = set(decision.staying) - {rank}
         if rank != loss.rank and decision.staying:
             self._staying.add(loss.rank)  # the stacks name another one
@@ -853,6 +885,7 @@ class Controller:
         self._give_up = ""
         self._vigil.begin_generation(decision.placement)
         self._is_resumed = self._generation == 1
+        self._has_stepped = False
         self._announcements.begin_generation(world_size=len(decision.placement), reason=decision.reason)
         self._desk.begin_generation(self._generation, world_size=len(decision.placement))
         self._progress.begin_generation(self._generation, world_size=len(decision.placement))

@@ -13,6 +13,7 @@ import msgspec
 
 from dougong.event.kinds import CauseClass, Placed
 from dougong.run.hang import Finding, FindingKind
+from dougong.run.links import reach_each_other
 from dougong.run.restore_choice import choose_restore as choose_restore
 from dougong.run.settings import Policy
 
@@ -35,6 +36,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that SIGKILL does not end, in words."""
     is_agent_asked: bool = False
     """A new agent was asked for and its backend did not refuse."""
+    is_expected: bool = False
+    """It is lost, but its backend has it again, and its agent was asked for."""
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +100,10 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """A policy wants the job to be given up after this loss; why."""
     untested: tuple[str, ...] = ()
     """Nodes that must pass a test before they are given work."""
+    is_probing: bool = False
+    """The nodes are trying whether they reach each other."""
+    cut_links: tuple[tuple[str, str], ...] = ()
+    """Pairs of nodes that do not."""
 
     @property
     def is_gathered(self) -> bool:
@@ -267,12 +274,19 @@ def choose_placement(view: JobView, *, num_nodes: int | None = None) -> tuple[Pl
 
 
 def usable_nodes(view: JobView) -> list[str]:
-    """The nodes that can be given work now, in order of preference."""
-    return [
+    """The nodes that can be given work together now, in order of preference; of two cut off, the one in use stays."""
+    there = [
         node.component
         for node in view.nodes
         if node.is_connected and node.is_ready and not node.is_lost and not node.is_quarantined
     ]
+    if not view.cut_links:
+        return there
+    in_use = sorted(view.placement, key=lambda placed: placed.rank not in view.staying)
+    preferred = dict.fromkeys(placed.component for placed in in_use if placed.component in there)
+    preferred |= dict.fromkeys(there)
+    together = reach_each_other(tuple(preferred), cut=view.cut_links)
+    return [component for component in there if component in together]
 
 
 def choose_size(view: JobView, policy: Policy) -> int:
@@ -283,7 +297,7 @@ def choose_size(view: JobView, policy: Policy) -> int:
     usable = len(usable_nodes(view))
     if usable >= view.num_nodes or not 0 < view.min_nodes <= usable:
         return view.num_nodes
-    may_come = any(not node.is_lost and not node.is_connected for node in view.nodes)
+    may_come = not all(_is_settled(node) for node in view.nodes)
     return view.num_nodes if may_come and view.gathering_s <= policy.shrink_wait_s else usable
 
 
@@ -389,6 +403,8 @@ def _while_tearing_down(view: JobView, policy: Policy) -> Decision:
         return LoseNode(component=min(waiting), reason=f"its workers did not die within {policy.teardown_s:g} s")
     if waiting:
         return Wait(reason=f"workers are being ended on {', '.join(sorted(waiting))}")
+    if view.is_probing:
+        return Wait(reason="the nodes try whether they reach each other")
     if view.staying and (verdict := _about_staying(view, policy)) is not None:
         return verdict
     if view.is_stop_wanted:
@@ -408,9 +424,9 @@ def _about_staying(view: JobView, policy: Policy) -> Decision | None:
     """None = they have all left their step."""
     if view.is_stop_wanted:
         return EndStaying(reason="stop was asked for; a rank was lost meanwhile")
-    lost_nodes = {node.component for node in view.nodes if node.is_lost}
-    if any(placed.rank in view.staying and placed.component in lost_nodes for placed in view.placement):
-        return EndStaying(reason="another node was lost meanwhile")
+    usable = usable_nodes(view)
+    if any(placed.rank in view.staying and placed.component not in usable for placed in view.placement):
+        return EndStaying(reason="another node was lost meanwhile, or cut off from the others")
     late = sorted(set(view.staying) - set(view.unwound))
     limit_s = max(policy.unwind_s, 2 * view.slow_step_s)
     if late and view.teardown_s > limit_s:
@@ -436,11 +452,12 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
         return Wait(reason="waiting for the chosen nodes")
     placement = choose_placement(view, num_nodes=choose_size(view, policy))
     if placement is None:
-        if view.gathering_s > policy.spare_wait_s or all(node.is_lost or node.is_connected for node in view.nodes):
+        is_hopeless = all(_is_settled(node) for node in view.nodes) and not view.cut_links
+        if view.gathering_s > policy.spare_wait_s or is_hopeless:
             lost = [node.component for node in view.nodes if node.is_lost or node.is_quarantined]
-            return GiveUp(
-                reason=f"not enough nodes: {view.num_nodes} needed, lost {', '.join(lost) or 'none'}, no spare left"
-            )
+            cut = "".join(f", {first} does not reach {second}" for first, second in view.cut_links)
+            why = f"lost {', '.join(lost) or 'none'}{cut}, no spare left"
+            return GiveUp(reason=f"not enough nodes: {view.num_nodes} needed, {why}")
         return Wait(reason="waiting for nodes")
     if (test := _test_first(view, placement, policy)) is not None:
         return test
@@ -470,6 +487,11 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
         reason = "all ranks start again, from fresh interpreters, since the start before brought no step"
         return Place(placement=placement, rung="cold", backoff_s=backoff_s, reason=reason)
     return Place(placement=placement, rung="standby", backoff_s=backoff_s, reason="all ranks start again from standbys")
+
+
+def _is_settled(node: NodeView) -> bool:
+    """Waiting will not bring it: it is there already, or gone for good as far as is known."""
+    return node.is_connected if not node.is_lost else not node.is_expected
 
 
 def _test_first(view: JobView, placement: Sequence[Placed], policy: Policy) -> ProbeNodes | Wait | None:

@@ -43,6 +43,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     """No step of this generation is finished by all ranks yet."""
     first_step_s: float | None = None
     """The longest first step of a generation; it may compile, or warm caches up."""
+    start_s: float | None = None
+    """The longest start so far, from the order to the first finished step."""
 
 
 def find_hang(ranks: Sequence[RankStatus], *, learnt: StepTimes, rule: HangRule) -> Finding | None:
@@ -92,7 +94,7 @@ def find_hang(ranks: Sequence[RankStatus], *, learnt: StepTimes, rule: HangRule)
 def patience(ranks: Sequence[RankStatus], *, learnt: StepTimes, rule: HangRule) -> tuple[float, str]:
     """How long all ranks may be without progress and without activity, and why that long."""
     if _is_starting(ranks):
-        return rule.startup_s, "before the first step"
+        return _starting_patience(learnt, rule)
     if not all(rank.is_attached for rank in ranks):
         return _unmodified_patience(learnt, rule)
     phases = {rank.phase for rank in ranks}
@@ -115,6 +117,14 @@ def patience(ranks: Sequence[RankStatus], *, learnt: StepTimes, rule: HangRule) 
             first_s = rule.attached_p99_factor * learnt.first_step_s
         return max(limit_s, first_s), "in the first step of a start"
     return limit_s, f"max({rule.attached_min_s:g} s, {rule.attached_p99_factor:g} x p99 step {learnt.p99_s:.2f} s)"
+
+
+def _starting_patience(learnt: StepTimes, rule: HangRule) -> tuple[float, str]:
+    """Nobody knows how long a first start may take; the later ones are like it, unless their ranks cannot meet."""
+    if learnt.start_s is None:
+        return rule.startup_s, "before the first step"
+    limit_s = min(rule.startup_s, max(rule.restart_min_s, rule.restart_factor * learnt.start_s))
+    return limit_s, f"a start; {rule.restart_factor:g} x the longest so far, {learnt.start_s:.1f} s"
 
 
 def _unmodified_patience(learnt: StepTimes, rule: HangRule) -> tuple[float, str]:

@@ -68,10 +68,16 @@ class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
     distrusts: tuple[Distrust, ...] = ()
     is_preflight_done: bool = False
     """Since the last JobStarted."""
+    returned_nodes: tuple[str, ...] = ()
+    """Lost since the job's start and back again, in the order of their return."""
     is_model_described: bool = False
     is_peak_described: bool = False
     last_durable_step: int = 0
     num_controllers: int = 0
+
+    def preference(self, component: str) -> int:
+        """The smaller, the sooner a node is chosen: one that was lost and came back is the last."""
+        return self.returned_nodes.index(component) + 1 if component in self.returned_nodes else 0
 
 
 def replay(records: Iterable[Recorded]) -> JobHistory:
@@ -98,6 +104,7 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
                 is_preflight_done=False,
                 num_restarts=0,
                 num_fruitless=0,
+                returned_nodes=(),
             )
         case ControllerStarted():
             return change(history, num_controllers=history.num_controllers + 1)
@@ -132,9 +139,11 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
         case NodeLost() as event:
             return change(history, lost_nodes=history.lost_nodes | {event.component})
         case NodeRepaired() as event:
+            others = tuple(name for name in history.returned_nodes if name != event.component)
             return change(
                 history,
                 lost_nodes=history.lost_nodes - {event.component},
+                returned_nodes=(*others, event.component),
                 quarantined_nodes=history.quarantined_nodes - {event.component},
             )
         case BatchesSkipped() as event:

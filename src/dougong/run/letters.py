@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from dougong.run.manifest import FileRecord, ItemRecord
+from dougong.run.reserve import with_reserve
 
 _serial = itertools.count()
 
@@ -228,11 +229,12 @@ AgentLetter = WriteMetadata | OrderDone | CheckpointCommitted | DropCheckpoint |
 
 
 def post(box: Path, letter: Letter) -> None:
-    """Put a letter into a box."""
+    """Put a letter into a box. Raises OSError where memory is full, the node's reserve included."""
     box.mkdir(parents=True, exist_ok=True)
     name = f"{time.monotonic_ns():020d}-{os.getpid()}-{next(_serial):06d}"
     staging = box / f".{name}"
-    staging.write_bytes(msgspec.msgpack.encode(letter))
+    content = msgspec.msgpack.encode(letter)
+    with_reserve(box.parent, lambda: staging.write_bytes(content))
     staging.rename(box / name)
 
 

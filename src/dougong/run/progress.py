@@ -31,6 +31,7 @@ class JobProgress:
         self._redo_until = 0
         self._durations_s: deque[float] = deque(maxlen=_NUM_LEARNT)
         self._longest_gap_s: float | None = None
+        self._start_s: float | None = None
         self._last_end_ns: int | None = None
         self._first_step_s: float | None = None
 
@@ -73,7 +74,7 @@ class JobProgress:
         """What the hang rule needs."""
         is_first_step = self._last_end_ns is None and self.last_step == 0
         if not self._durations_s:
-            return StepTimes(is_first_step=is_first_step, first_step_s=self._first_step_s)
+            return StepTimes(is_first_step=is_first_step, first_step_s=self._first_step_s, start_s=self._start_s)
         ordered = sorted(self._durations_s)
         return StepTimes(
             num_steps=len(ordered),
@@ -81,7 +82,12 @@ class JobProgress:
             longest_gap_s=self._longest_gap_s,
             is_first_step=is_first_step,
             first_step_s=self._first_step_s,
+            start_s=self._start_s,
         )
+
+    def note_start(self, duration_s: float) -> None:
+        """How long a generation took from the order to start to its first finished step."""
+        self._start_s = max(self._start_s or 0.0, duration_s)
 
     def _finish(self, step: int) -> None:
         ranks = self._by_step.pop(step)

@@ -33,6 +33,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for a node when none is left to take a lost one's place."""
     teardown_s: float = 10.0
     """How long the workers of a node may take to die before the node counts as lost."""
+    return_every_s: float = 2.0
+    """How often a lost node's backend is asked whether it can be used again; doubles with each return of the node."""
     is_in_process: bool = True
     """May ranks that are well stay in their processes while a lost one is replaced?"""
     unwind_s: float = 5.0
@@ -70,6 +72,10 @@ class HangRule(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_s: float = 60.0
     compile_s: float = 1800.0
     evaluation_s: float = 600.0
+    restart_min_s: float = 30.0
+    """A start after the first, in which all ranks do nothing at all for so long, hangs."""
+    restart_factor: float = 4.0
+    """Or so many times the longest start so far, if that is longer."""
 
 
 class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +104,8 @@ class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
     """A loss so many robust standard deviations above the last ones holds checkpoints back; 0 = none does."""
     fingerprint_every_steps: int = 0
     """Steps between two comparisons of the state that must be the same on all ranks; 0 = none."""
+    memory_root: str = ""
+    """Where memory checkpoints are kept; empty = /dev/shm, or the run directory where there is none."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +138,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int = 0
     webhook_url: str = ""
     is_chaos: bool = False
+    has_networks: bool = False
+    """Each node that this host plays has a network namespace of its own."""
     min_nodes: int = 0
     """With how few nodes the job may go on; 0 = with all of them only."""
     checkpoint_key: str = ""

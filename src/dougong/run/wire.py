@@ -116,6 +116,8 @@ class Hello(ToController, frozen=True, kw_only=True):
     courier_port: int = 0
     """Where the node's courier answers; 0 = it is not up (yet)."""
     copies: tuple[CopyStatus, ...] = ()
+    link_port: int = 0
+    """At which the agents of other nodes may knock; 0 = at none."""
 
 
 class Status(ToController, frozen=True, kw_only=True):
@@ -197,6 +199,21 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     flight: str
 
 
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the agent of a node answers other agents."""
+
+    component: str
+    host: str
+    port: int
+
+
+class LinksProbed(ToController, frozen=True, kw_only=True):
+    """The nodes that this one did not reach."""
+
+    round: int
+    unreachable: tuple[str, ...]
+
+
 class StacksTaken(ToController, frozen=True, kw_only=True):
     """The evidence of the node's ranks."""
 
@@ -228,6 +245,7 @@ AgentMessage = (
     | StacksTaken
     | CopiesHeld
     | Preflighted
+    | LinksProbed
 )
 
 
@@ -258,6 +276,8 @@ class Welcome(ToAgent, frozen=True, kw_only=True):
     """The agent is known. It says `Killed` for workers older than `generation` only when asked."""
 
     generation: int
+    wall_ns: int = 0
+    """The time of the run now."""
 
 
 class Launch(ToAgent, frozen=True, kw_only=True):
@@ -291,6 +311,13 @@ class Kill(ToAgent, frozen=True, kw_only=True):
 
 class TakeStacks(ToAgent, frozen=True, kw_only=True):
     generation: int
+
+
+class ProbeLinks(ToAgent, frozen=True, kw_only=True):
+    """Try to reach the agents of these nodes."""
+
+    round: int
+    peers: tuple[PeerAddress, ...]
 
 
 class StopAt(ToAgent, frozen=True, kw_only=True):
@@ -346,7 +373,7 @@ class Dismiss(ToAgent, frozen=True, kw_only=True):
 
 
 ControllerMessage = (
-    Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | CopyOrder | Dismiss | Preflight | HoldSaves
+    Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | CopyOrder | Dismiss | Preflight | HoldSaves | ProbeLinks
 )
 
 

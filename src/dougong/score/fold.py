@@ -27,6 +27,8 @@ from dougong.event.kinds import (
     JobResumed,
     JobStarted,
     JobStopped,
+    LinkCut,
+    LinkHealed,
     LinkSuspected,
     ModelDescribed,
     NodeJoined,
@@ -155,6 +157,8 @@ class JobFold:
                 | AgentReturned()
                 | ControllerStarted()
                 | WorldResized()
+                | LinkCut()
+                | LinkHealed()
                 | WebhookSent()
                 | PeersChosen()
                 | WarningRaised()
