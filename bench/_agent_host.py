@@ -17,6 +17,7 @@ from typing import Any
 
 from dougong.clock import SystemClock
 from dougong.run import agent as agents
+from dougong.run import wire
 from dougong.run.agent import Agent
 from dougong.run.layout import node_directory
 from dougong.run.settings import RunSettings, load_settings, run_directory
@@ -123,12 +124,27 @@ async def serve(run_dir: Path, step_s: float, components: list[str]) -> None:
     link.close()
 
 
-async def _no_stack(pid: int) -> str:
+class NoWriter:
+    """In place of a node's writer process: light workers save nothing durably."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    async def start(self) -> None: ...
+
+    def pass_on(self, path: str) -> None: ...
+
+    def close(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+async def no_evidence(rank: int, **_: object) -> wire.RankEvidence:
     """256 debuggers at once would be a measurement of this machine; each host of a real fleet has its own."""
-    return "not taken"
+    return wire.RankEvidence(rank=rank, stack="not taken", threads="", flight="")
 
 
 if __name__ == "__main__":
-    agents.take_stack = _no_stack
+    for name, stand_in in (("take_evidence", no_evidence), ("WriterLink", NoWriter)):
+        setattr(agents, name, stand_in)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

@@ -5,8 +5,8 @@
 Real: the controller (its own process, its entry point, event log and samples on disk), 256 agents with their sockets,
 handshakes, status and step messages, 256 worker processes with heartbeat pages, watched by pidfd and /proc, forked by
 the runtime's fork service, with memory checkpoints of 4 KiB that are verified. Not real: the agents share four
-processes, since 256 interpreters would need 10 GB, and the workers do not train (no torch; a step is a sleep), so
-no stacks are taken of them.
+processes, since 256 interpreters would need 10 GB; the workers do not train (no torch; a step is a sleep), so nothing
+is written durably or copied to other nodes, and no stacks are taken.
 
 Detection is from the signal to the event in the log. The storm is a restart of all ranks: from the loss to every rank
 forked and restored, and to the first new step.
@@ -246,7 +246,7 @@ def _settings(root: Path, *, num_nodes: int) -> RunSettings:
         procs_per_node=1,
         policy=Policy(max_fruitless=1000, backoff_first_s=0.0),
         hang=HangRule(),
-        save=SaveRule(memory_every_steps=1),
+        save=SaveRule(memory_every_steps=1, peer_copies=0),
         checkpoint_url=str(root / "run" / "checkpoints"),
         memory_root="/dev/shm",
         threads_per_worker=1,

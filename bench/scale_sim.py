@@ -209,7 +209,7 @@ def _settings(root: Path, *, num_nodes: int, num_spares: int, procs_per_node: in
         procs_per_node=procs_per_node,
         policy=Policy(max_fruitless=1000, backoff_first_s=0.0),
         hang=HangRule(),
-        save=SaveRule(memory_every_steps=1),
+        save=SaveRule(memory_every_steps=1, peer_copies=0),
         checkpoint_url=str(root / "checkpoints"),
         memory_root=str(root),
         threads_per_worker=1,

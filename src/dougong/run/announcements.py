@@ -11,7 +11,6 @@ from dougong.run.history import JobHistory
 from dougong.run.progress import range_s
 from dougong.run.settings import RunSettings
 
-
 _LOOK_RATIO = 0.2  # agents tell what their memory holds five times a second
 
 
@@ -27,7 +26,7 @@ class Announcements:
         self._reason = ""
         self._restored: dict[int, letters.Restored] = {}
         self._peaks: dict[int, letters.PeakMeasured] = {}
-        self._last_memory_step = 0
+        self.last_memory_step = 0
         self._last_memory_s = 0.0
         self._looked_s = 0.0
 
@@ -38,7 +37,7 @@ class Announcements:
         self.is_restored = False
         self._restored.clear()
         self._peaks.clear()
-        self._last_memory_step = 0
+        self.last_memory_step = 0
 
     def model(self, letter: letters.ModelFound) -> tuple[AnyEvent, ...]:
         if self.is_model_described:
@@ -95,9 +94,9 @@ class Announcements:
             if snapshot.generation == generation:
                 held.setdefault(snapshot.step, []).append(snapshot)
         step = max((step for step, parts in held.items() if len(parts) == self._world_size), default=0)
-        if step <= self._last_memory_step:
+        if step <= self.last_memory_step:
             return ()
-        self._last_memory_step, self._last_memory_s = step, now_s
+        self.last_memory_step, self._last_memory_s = step, now_s
         return (
             CheckpointSaved(
                 step=step,

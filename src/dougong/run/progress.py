@@ -41,7 +41,9 @@ class JobProgress:
         self._durations = _Window(_NUM_LEARNT)
         self._longest_gap_s: float | None = None
         self._learnt: StepTimes | None = None
+        self._start_s: float | None = None
         self._last_end_ns: int | None = None
+        self._first_step_s: float | None = None
 
     def begin_generation(self, generation: int, *, world_size: int, last_step: int = 0) -> None:
         """The ranks start again; `last_step` = what was recorded already, for a controller that comes back."""
@@ -52,6 +54,7 @@ class JobProgress:
         self._last_seen = dict.fromkeys(range(world_size), last_step) if last_step else {}
         self._complete.clear()
         self._told.clear()
+        self._learnt = None
         self.last_step = last_step
         self._redo_until = self.max_step
         self._last_end_ns = None
@@ -93,14 +96,25 @@ class JobProgress:
                 num_steps=len(self._durations),
                 p99_s=self._durations.quantile(0.99),
                 longest_gap_s=self._longest_gap_s,
+                is_first_step=self._last_end_ns is None and self.last_step == 0,
+                first_step_s=self._first_step_s,
+                start_s=self._start_s,
             )
         return self._learnt
+
+    def note_start(self, duration_s: float) -> None:
+        """How long a generation took from the order to start to its first finished step."""
+        self._start_s = max(self._start_s or 0.0, duration_s)
+        self._learnt = None
 
     def _finish(self, step: int) -> None:
         whole = _folded(self._by_step.pop(step))
         for earlier in [key for key in self._by_step if key < step]:
             del self._by_step[earlier]
         self._complete.append(whole)
+        self._learnt = None
+        if self._last_end_ns is None and self.last_step == 0:
+            self._first_step_s = max(self._first_step_s or 0.0, (whole.end_ns - whole.begin_ns) / 1e9)
         self.last_step = step
         self.max_step = max(self.max_step, step)
         if self._last_end_ns is not None:

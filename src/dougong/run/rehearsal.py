@@ -85,6 +85,9 @@ class Fleet:
     def fence(self, component: str) -> None:
         self.kill_node(component)
 
+    def can_return(self, component: str) -> bool:
+        return False
+
     # --- faults ---
 
     def kill_rank(self, rank: int) -> None:
@@ -260,8 +263,10 @@ class _Node:
                     rank.is_dead = True
                 self.fleet.later(self.fleet.times.kill_s, self._killed, message.generation)
             case wire.TakeStacks():
-                texts = tuple((rank, "wait_for_peers") for rank in self._ranks)
-                self._tell(wire.StacksTaken(generation=message.generation, stacks=texts))
+                evidence = tuple(wire.RankEvidence(rank=rank, stack="", threads="", flight="") for rank in self._ranks)
+                self._tell(wire.StacksTaken(generation=message.generation, ranks=evidence))
+            case wire.ProbeLinks():
+                self._tell(wire.LinksProbed(round=message.round, unreachable=()))
             case wire.StopAt():
                 self.fleet.later(0.1, self._stop, message.step)
             case wire.Dismiss():
