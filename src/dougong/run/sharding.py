@@ -69,7 +69,8 @@ class Sharding:
         self.rank = rank
         self.world_size = world_size
         self.stage = stage
-        self.is_told = replicated_over is not None
+        self.is_pipeline = stage is not None or (replicated_over is not None and len(replicated_over) < world_size)
+        """Do other ranks hold other parameters?"""
         self._parts = parts
         self._ddp = next((part for part in parts.values() if isinstance(part, DistributedDataParallel)), None)
         self._replicated = self._ranks_of_replicas(replicated_over)
