@@ -25,7 +25,8 @@ FRAGMENT = re.compile(r"(?:\d+|\+[a-z0-9-]+)(?:\.\d+)?\.(?:added|changed|fixed|r
 
 # Files that torch types too loosely for strict checking. They begin with `# pyright: standard`.
 TORCH_HEAVY = re.compile(
-    r"src/dougong/run/(?:attach|worker|restore|dcp|group|sharding|reshard|shared_read|optimizer_state)\w*\.py"
+    r"src/dougong/run/(?:attach|worker|restore|dcp|group|alone|reducers|sharding|reshard|shared_read|optimizer_state)"
+    r"\w*\.py"
 )
 
 

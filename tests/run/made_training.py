@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from dougong.run.capture import write_snapshot
 from dougong.run.sharding import Sharding
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.state import Progress, gather, write_snapshot
+from dougong.run.state import Progress, gather
 
 
 def parts(*, seed: int = 0) -> dict[str, Any]:

@@ -125,6 +125,14 @@ def newest_good(url: str) -> tuple[tuple[int, str] | None, tuple[CheckpointRejec
     return None, tuple(rejected)
 
 
+def newest_committed(url: str) -> tuple[int, str] | None:
+    """The newest durable checkpoint that counts as good, its bytes unread."""
+    for stored in manifest.list_stored(url):
+        if stored.is_committed and not stored.is_rejected:
+            return stored.step, stored.directory
+    return None
+
+
 def _mark_rejected(url: str, stored: manifest.Stored, reason: str) -> None:
     """A disk that does not take the mark must not hinder the recovery: the checkpoint is passed over all the same."""
     with contextlib.suppress(OSError):

@@ -133,11 +133,14 @@ class DropCheckpoint(Letter, frozen=True, kw_only=True):
 
 
 class Rejoin(Letter, frozen=True, kw_only=True):
-    """To a rank that unwound: form a new group with this store, roll back to `restore_step` from memory, go on."""
+    """To a rank that unwound: roll back to this state, form a new group with this store, go on."""
 
     master_address: str
     master_port: int
+    restore_source: Literal["none", "memory", "peer", "durable"]
     restore_step: int
+    restore_generation: int = 0
+    restore_directory: str = ""
 
 
 AgentLetter = WriteMetadata | DropCheckpoint | Rejoin

@@ -34,6 +34,10 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     commit_timeout_s: float
     wants_peak: bool
     is_chaos: bool
+    restore_generation: int = 0
+    """The generation that wrote the memory checkpoint; 0 = the newest that has the step."""
+    is_newcomer: bool = False
+    """Its peers stayed in their processes: it builds its model alone and joins them when the steps begin."""
     restore_world_size: int = 0
     """Of the ranks that saved the state; 0 = as many as now, or as the checkpoint says."""
     is_read_once: bool = True
@@ -84,6 +88,8 @@ def place_of(
         commit_timeout_s=settings.save.commit_timeout_s,
         wants_peak=launch.generation == 1 and settings.peak_flop_per_s is None,
         is_chaos=settings.is_chaos,
+        restore_generation=launch.restore.generation,
+        is_newcomer=bool(launch.staying),
         restore_world_size=launch.restore.world_size,
         is_read_once=settings.save.is_read_once,
     )

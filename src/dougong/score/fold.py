@@ -38,6 +38,7 @@ from dougong.event.kinds import (
     WarningRaised,
     WebhookSent,
     WorkerLost,
+    WorldResized,
 )
 from dougong.score.accounts import DOWN_PHASES, Accounts, Phase
 from dougong.score.interruption import Interruption, take_matching_fault
@@ -142,6 +143,7 @@ class JobFold:
                 | AgentLost()
                 | AgentReturned()
                 | ControllerStarted()
+                | WorldResized()
                 | WebhookSent()
                 | WarningRaised()
             ):
