@@ -67,8 +67,9 @@ def test_no_sample_is_lost_or_repeated_through_any_row_of_world_sizes(sizes: lis
     for world_size, count in sizes:
         loaders = [torch_loader(batches(rank, world_size)) for rank in range(world_size)]
         ranks = [DataPosition(one, rank=rank, world_size=world_size) for rank, one in enumerate(loaders)]
-        for one in ranks if state is not None else ():
-            one.load(state)
+        for one in ranks:
+            if state is not None:
+                one.load(state)
         got += taken(ranks, count)
         state = ranks[-1].state()
     assert got == alone_ids

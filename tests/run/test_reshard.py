@@ -40,6 +40,7 @@ LAYOUTS = [
     ("fsdp_tp", (4, 2, 4)),
     ("zero", (4, 3, 4)),
     ("pipeline", (4, 2, 4)),
+    ("named_pipeline", (4, 2, 4)),
 ]
 
 
