@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dougong.errors import UserError
 from dougong.run.extent import Extent, whole
+from dougong.run.group import ReplaceableGroup
 from dougong.run.optimizer_state import Names, is_like_parameter, is_zero, parameter_names, parameters_by_key, unwrapped
 from dougong.run.tree import Leaf
 
@@ -321,4 +322,6 @@ def _refuse_interleaved(path: Path, shape: tuple[int, ...], mesh: DeviceMesh, pl
 
 
 def _carries_cpu(group: dist.ProcessGroup) -> bool:
+    if isinstance(group, ReplaceableGroup):
+        return group.carries_cpu
     return torch.device("cpu") in group._device_types

@@ -33,14 +33,16 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
+import dougong  # noqa: E402
 from dougong.run import manifest  # noqa: E402
+from dougong.run.capture import write_snapshot  # noqa: E402
 from dougong.run.dcp_read import DurableState  # noqa: E402
 from dougong.run.dcp_shard import write_metadata, write_shard  # noqa: E402
 from dougong.run.manifest import LocalPlace, Manifest  # noqa: E402
 from dougong.run.reshard import state_for  # noqa: E402
 from dougong.run.sharding import Sharding  # noqa: E402
 from dougong.run.snapshot import SnapshotFiles  # noqa: E402
-from dougong.run.state import Progress, gather, is_array, put_back, read_tree, write_snapshot  # noqa: E402
+from dougong.run.state import Progress, gather, is_array, put_back, read_tree  # noqa: E402
 from dougong.run.tree import dismantle  # noqa: E402
 
 NUM_STEPS = 3
@@ -92,6 +94,7 @@ class World:
     data_rank = 0
     num_inputs = 5
     stage = 0
+    group: Any = None
 
     def _ddp(self) -> None:
         self.data_rank = self.rank
@@ -153,7 +156,7 @@ class World:
     def _named_pipeline(self) -> None:
         """Two stages whose parameters have the names of the whole model, as torch's own pipelines have."""
         self._stage(has_own_name=True)
-        self.told = {"replicated_over": dist.get_process_group_ranks(self.model.process_group)}
+        self.told = {"replicated_over": dist.get_process_group_ranks(self.group)}
 
     def _stage(self, *, has_own_name: bool = False) -> int:
         stage, self.data_rank = divmod(self.rank, self.world_size // 2)
@@ -164,7 +167,8 @@ class World:
         if has_own_name:
             inner, layer = layer, nn.ModuleDict({f"layer{stage}": layer})
             layer.forward = inner.forward
-        self.model = DistributedDataParallel(layer, process_group=groups[stage])
+        self.group = groups[stage]
+        self.model = DistributedDataParallel(layer, process_group=self.group)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.stage = stage
         return stage
@@ -288,7 +292,10 @@ def _zeroed(value: Any) -> Any:
 
 
 def one_rank(layout: str, root: Path, *, rank: int, world_size: int, number: int) -> dict[str, Any]:
-    dist.init_process_group("gloo")
+    if layout == "ddp":  # over a group that can be replaced
+        dougong.init_process_group()
+    else:
+        dist.init_process_group("gloo")
     said: dict[str, Any] = {"rank": rank, "differing": []}
     world = World(layout, rank=rank, world_size=world_size, seed=number)
     # of the buffers that DDP broadcasts, those of rank 0 count
