@@ -23,7 +23,6 @@ from dougong.run.letters import (
 )
 from dougong.run.place import WorkerPlace
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.state import Replication
 
 _POLL_S = 0.02
 
@@ -35,7 +34,6 @@ class PersistRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     step: int
     stall_s: float
-    replication: Replication
 
 
 class Persister:
@@ -104,8 +102,6 @@ class Persister:
             place=self._storage,
             directory=directory,
             rank=self._place.rank,
-            world_size=self._place.world_size,
-            replication=request.replication,
         )
         self._files.pin(None)
         self._post(

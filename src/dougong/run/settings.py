@@ -75,6 +75,8 @@ class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
     """Copying takes at most this share of the time: a round that took long is followed by a longer pause."""
     peer_max_bytes_per_s: float = 0.0
     """No courier sends faster; 0 = as fast as it goes."""
+    is_read_once: bool = True
+    """At a durable restore, one rank reads what several need, and broadcasts it; else each reads for itself."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):

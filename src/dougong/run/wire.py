@@ -215,6 +215,8 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     """Of a state in memory: the generation that saved it."""
     origins: tuple[Origin, ...] = ()
     """Of the ranks whose state is brought into their node's memory before they start."""
+    world_size: int = 0
+    """Of the ranks that saved it; 0 = as many as now, or as the checkpoint says."""
 
 
 class Welcome(ToAgent, frozen=True, kw_only=True):
