@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from dougong.errors import WorldError
-from dougong.run.letters import AgentLetter, WorkerLetter
+from dougong.run.letters import AgentLetter, Skip, WorkerLetter
 from dougong.run.page import StepRecord
 
 _MAX_FRAME_BYTES = 64 * 2**20
@@ -116,6 +116,8 @@ class Hello(ToController, frozen=True, kw_only=True):
     courier_port: int = 0
     """Where the node's courier answers; 0 = it is not up (yet)."""
     copies: tuple[CopyStatus, ...] = ()
+    link_port: int = 0
+    """At which the agents of other nodes may knock; 0 = at none."""
 
 
 class Status(ToController, frozen=True, kw_only=True):
@@ -182,18 +184,68 @@ class Killed(ToController, frozen=True, kw_only=True):
     snapshots: tuple[SnapshotStatus, ...]
     free_port: int
     undead: tuple[int, ...] = ()
+    """Ranks that SIGKILL has not ended within the time for it, in order with `undead_states`."""
+    undead_states: tuple[str, ...] = ()
+    """As in /proc: "D" = the kernel waits for a device or a file system, and nothing can interrupt it."""
     copies: tuple[CopyStatus, ...] = ()
 
 
+class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What could be had of one rank: its Python stacks, its threads as the kernel sees them, its last collectives."""
+
+    rank: int
+    stack: str
+    threads: str
+    flight: str
+
+
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the agent of a node answers other agents."""
+
+    component: str
+    host: str
+    port: int
+
+
+class LinksProbed(ToController, frozen=True, kw_only=True):
+    """The nodes that this one did not reach."""
+
+    round: int
+    unreachable: tuple[str, ...]
+
+
 class StacksTaken(ToController, frozen=True, kw_only=True):
-    """The stacks of the node's ranks: (rank, text)."""
+    """The evidence of the node's ranks."""
 
     generation: int
-    stacks: tuple[tuple[int, str], ...]
+    ranks: tuple[RankEvidence, ...]
+
+
+class Preflighted(ToController, frozen=True, kw_only=True):
+    """How the node did in one stage of a pre-flight: its slowest rank. `failure` "" = it ended well."""
+
+    serial: int
+    stage: int
+    free_port: int
+    flop_per_s: float | None = None
+    bytes_per_s: float | None = None
+    is_exact: bool = True
+    failure: str = ""
 
 
 AgentMessage = (
-    Hello | Status | Steps | Received | WorkerEnded | Launched | LaunchFailed | Killed | StacksTaken | CopiesHeld
+    Hello
+    | Status
+    | Steps
+    | Received
+    | WorkerEnded
+    | Launched
+    | LaunchFailed
+    | Killed
+    | StacksTaken
+    | CopiesHeld
+    | Preflighted
+    | LinksProbed
 )
 
 
@@ -212,17 +264,20 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     directory: str = ""
     reason: str = ""
     generation: int = 0
-    """Of a state in memory: the generation that saved it."""
-    origins: tuple[Origin, ...] = ()
-    """Of the ranks whose state is brought into their node's memory before they start."""
+    """That wrote a memory checkpoint."""
     world_size: int = 0
     """Of the ranks that saved it; 0 = as many as now, or as the checkpoint says."""
+    origins: tuple[Origin, ...] = ()
+    """Of the ranks whose state is brought into their node's memory before they start."""
+    skips: tuple[Skip, ...] = ()
 
 
 class Welcome(ToAgent, frozen=True, kw_only=True):
     """The agent is known. It says `Killed` for workers older than `generation` only when asked."""
 
     generation: int
+    wall_ns: int = 0
+    """The time of the run now."""
 
 
 class Launch(ToAgent, frozen=True, kw_only=True):
@@ -258,10 +313,23 @@ class TakeStacks(ToAgent, frozen=True, kw_only=True):
     generation: int
 
 
+class ProbeLinks(ToAgent, frozen=True, kw_only=True):
+    """Try to reach the agents of these nodes."""
+
+    round: int
+    peers: tuple[PeerAddress, ...]
+
+
 class StopAt(ToAgent, frozen=True, kw_only=True):
     """All ranks save and leave once they have finished this step."""
 
     step: int
+
+
+class HoldSaves(ToAgent, frozen=True, kw_only=True):
+    """No rank takes a checkpoint up to this step: the loss of one of them is bad."""
+
+    until_step: int
 
 
 class Deliver(ToAgent, frozen=True, kw_only=True):
@@ -287,13 +355,26 @@ class CopyOrder(ToAgent, frozen=True, kw_only=True):
     peers: tuple[CourierAddress, ...]
 
 
+class Preflight(ToAgent, frozen=True, kw_only=True):
+    """Test this node: stage 0 alone, later stages together with another one. `node_index` 0 holds the store."""
+
+    serial: int
+    stage: int
+    timeout_s: float
+    node_index: int = 0
+    master_address: str = ""
+    master_port: int = 0
+
+
 class Dismiss(ToAgent, frozen=True, kw_only=True):
     """The run is over: end all, give the memory back if told, leave."""
 
     is_memory_kept: bool
 
 
-ControllerMessage = Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | CopyOrder | Dismiss
+ControllerMessage = (
+    Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | CopyOrder | Dismiss | Preflight | HoldSaves | ProbeLinks
+)
 
 
 class Connection:
