@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from dougong.event.kinds import LinkCut, LinkHealed
 from dougong.run import wire
-from dougong.run.links import LinkDoor, Links, reach_each_other
+from dougong.run.cut_links import reach_each_other
+from dougong.run.links import LinkDoor, Links
 from dougong.run.node_session import NodeSession
 
 NAMES = "abcde"
