@@ -130,6 +130,18 @@ def test_the_spare_fetches_the_state_from_another_node_and_is_copied_itself_afte
     assert "rank 1 from own memory, rank 0 from the copy on" in second.reason
 
 
+def test_a_survivor_stays_in_its_process_and_goes_back_to_what_its_node_kept(
+    run_dir: Path, undisturbed: runs.Finished
+) -> None:
+    chaos = runs.write_chaos(run_dir.parent / "chaos.yaml", f"kind: kill-node, at_step: 60, node: {SECOND}")
+    options = (*OFTEN, *NEVER, "--spares", "2", "--chaos", str(chaos))
+    done = runs.run(run_dir, *options, arguments=(*STEPS, "--replaceable"))
+    assert_same(done, undisturbed)
+    (decided,) = done.events(RecoveryDecided)
+    assert (decided.rung, decided.restore_source) == ("in-process", "peer")
+    assert (run_dir / "logs" / "rank-0.log").read_text(errors="replace").count("--- generation") == 1
+
+
 def test_a_node_lost_together_with_its_copies_is_replaced_from_the_durable_checkpoint(
     run_dir: Path, undisturbed: runs.Finished
 ) -> None:
