@@ -147,6 +147,16 @@ def _recovery(model: str, name: str) -> Callable[[Result], str]:
     return read
 
 
+def _lost_node(model: str, name: str) -> Callable[[Result], str]:
+    def read(result: Result) -> str:
+        row = result["models"][model]
+        low_s, high_s = row[f"{name}_first_step_s_range"]
+        share = f"{row['ratio']:.0%}: " if name == "ours" else "torchrun, one process lost: "
+        return f"{share}{row[f'{name}_first_step_s']:.2f} s ({low_s:.2f}–{high_s:.2f})"
+
+    return read
+
+
 def _beside(model: str, field: str, name: str, *, factor: float, unit: str) -> Callable[[Result], str]:
     def read(result: Result) -> str:
         value = result["models"][model][f"{name}_{field}"] * factor
@@ -222,6 +232,20 @@ ROWS = (
         _recovery("small", "torchrun"),
         "at most 50 %",
         _recovery("small", "unmodified"),
+    ),
+    Row(
+        "node lost → first step on a spare from the copy on another node, GPT of 129 MB state",
+        "peer_restore",
+        _lost_node("gpt", "torchrun"),
+        "at most 20 %",
+        _lost_node("gpt", "ours"),
+    ),
+    Row(
+        "the same, a state of 0.8 MB",
+        "peer_restore",
+        _lost_node("small", "torchrun"),
+        "at most 20 %",
+        _lost_node("small", "ours"),
     ),
     Row(
         "command → first step, small",
