@@ -123,7 +123,7 @@ def _units(options: argparse.Namespace, measured: Measured) -> list[Unit]:
 
 
 def _save_unit(method: _run_saves.Method, options: argparse.Namespace, measured: Measured, *, is_busy: bool) -> Unit:
-    is_ours = method.system.script == OURS.script
+    is_ours = method.system is OURS
     rounds = options.rounds if is_ours or not is_busy else max(1, options.rounds - 2)
 
     def measure(directory: Path) -> None:
@@ -225,7 +225,19 @@ def _print_saves(saves: Sequence[_run_saves.SaveFigures], *, is_busy: bool) -> N
     if not saves:
         return
     print(f"\nOne save, step of 0.5 s {'CPU-bound' if is_busy else 'host-idle'}: median (range), seconds")
-    header = ("method", "first", "held up", "lost", "durable after", "restore", "base step", "floor", "whole", "load")
+    header = (
+        "method",
+        "first",
+        "held up",
+        "lost",
+        "durable after",
+        "fsync",
+        "restore",
+        "base step",
+        "floor",
+        "whole",
+        "load",
+    )
     print_table(
         header,
         [
@@ -235,6 +247,7 @@ def _print_saves(saves: Sequence[_run_saves.SaveFigures], *, is_busy: bool) -> N
                 _spread(figures.block_s),
                 _spread(figures.lost_s),
                 _spread(figures.durable_s),
+                "yes" if figures.is_synced else "no",
                 _spread(figures.restore_s),
                 f"{figures.base_step_s:.3f}",
                 _spread(figures.floor_s),
