@@ -86,14 +86,13 @@ def _run_tables() -> Iterator[str]:
             step = "CPU-bound" if is_busy else "host-idle"
             yield from ("", f"Each way to save, {step} step of {saves[0]['base_step_s']:.2f} s; seconds, medians:", "")
             yield from _lines(
-                ("way", "held up", "lost", "durable after", "restore", "floor", "whole"),
+                ("way", "held up", "lost", "durable after", "fsync", "restore", "floor", "whole"),
                 [
                     (
                         figures["method"],
-                        *(
-                            _spread(figures[name])
-                            for name in ("block_s", "lost_s", "durable_s", "restore_s", "floor_s")
-                        ),
+                        *(_spread(figures[name]) for name in ("block_s", "lost_s", "durable_s")),
+                        "yes" if figures["is_synced"] else "no",
+                        *(_spread(figures[name]) for name in ("restore_s", "floor_s")),
                         _whole(figures["verdict"]),
                     )
                     for figures in saves
