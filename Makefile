@@ -21,12 +21,13 @@ TRAIN := examples/gpt/train.py
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
 CAMPAIGN_ARGS ?=
-BENCHES ?= $(sort $(filter-out bench/campaign.py bench/_%,$(wildcard bench/*.py)))
+BENCH_RUN_ARGS ?=
+BENCHES ?= $(sort $(filter-out bench/campaign.py bench/run_peers.py bench/gpu_session.py bench/_%,$(wildcard bench/*.py)))
 
-.PHONY: help run test check unit frameworks bench campaign docs deps lock changelog clean
+.PHONY: help run test check unit frameworks bench bench-run bench-run-slow campaign docs deps lock changelog clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-14s %s\n", $$1, $$2 }'
 
 run: $(RUN_READY) ## train a small GPT on two nodes through injected faults, and score the run
 	@run_dir=runs/$$(date -u +%Y%m%dT%H%M%SZ)
@@ -59,6 +60,15 @@ bench: $(DEV_READY) ## every benchmark in turn, into bench/results/*.json and do
 	    $(BIN)/python "$$script"
 	done
 	$(BIN)/python bench/_table.py
+
+bench-run: $(DEV_READY) ## saving and recovery beside torchrun, DCP, DLRover and NVRx: 25 minutes, on a quiet machine
+	@scripts/peers.sh
+	$(BIN)/python bench/run_peers.py $(BENCH_RUN_ARGS)
+	$(BIN)/python bench/_table.py
+
+bench-run-slow: $(DEV_READY) ## the one figure that takes half an hour: a stopped rank under torchrun
+	@scripts/peers.sh
+	$(BIN)/python bench/run_peers.py --only slow stops --out bench/results/run_slow.json $(BENCH_RUN_ARGS)
 
 campaign: $(DEV_READY) ## random faults from seeds, each compared with an undisturbed run
 	$(BIN)/python bench/campaign.py $(CAMPAIGN_ARGS)

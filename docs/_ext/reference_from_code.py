@@ -20,7 +20,11 @@ from sphinx.application import Sphinx
 from dougong.event import kinds
 
 # What a script uses of `dougong.attach` and of the objects it returns.
-PUBLIC = {"attach": (), "Job": ("steps", "num_steps", "num_tokens", "resumed_step"), "Step": ("record",)}
+PUBLIC = {
+    "attach": (),
+    "Job": ("steps", "num_steps", "num_tokens", "resumed_step", "compiling", "evaluating"),
+    "Step": ("record",),
+}
 LOOP = ("restore", "begin_step", "end_step", "finish", "batches", "num_steps")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 MARK = re.compile(r"<!-- from code: ([a-z-]+) -->")
