@@ -25,7 +25,7 @@ PUBLIC = {
     "Job": ("steps", "num_steps", "num_tokens", "resumed_step", "compiling", "evaluating"),
     "Step": ("record",),
 }
-LOOP = ("restore", "begin_step", "end_step", "finish", "batches", "num_steps")
+LOOP = ("restore", "begin_step", "end_step", "evaluating", "finish", "batches", "num_steps")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 MARK = re.compile(r"<!-- from code: ([a-z-]+) -->")
 

@@ -38,6 +38,8 @@ def test_a_plain_process_runs_the_same_loop() -> None:
         loop.begin_step()
         iteration += 1
         loop.end_step(loss=1.0, tokens=5)
+    loop.evaluating()
+    loop.evaluating(is_over=True)
     loop.finish()
     assert (loop.num_steps, loop.job.num_tokens, loop.job.resumed_step) == (3, 15, 0)
 
