@@ -86,14 +86,13 @@ def _run_tables() -> Iterator[str]:
             step = "CPU-bound" if is_busy else "host-idle"
             yield from ("", f"Each way to save, {step} step of {saves[0]['base_step_s']:.2f} s; seconds, medians:", "")
             yield from _lines(
-                ("way", "held up", "lost", "durable after", "restore", "floor", "whole"),
+                ("way", "held up", "lost", "durable after", "fsync", "restore", "floor", "whole"),
                 [
                     (
                         figures["method"],
-                        *(
-                            _spread(figures[name])
-                            for name in ("block_s", "lost_s", "durable_s", "restore_s", "floor_s")
-                        ),
+                        *(_spread(figures[name]) for name in ("block_s", "lost_s", "durable_s")),
+                        "yes" if figures["is_synced"] else "no",
+                        *(_spread(figures[name]) for name in ("restore_s", "floor_s")),
                         _whole(figures["verdict"]),
                     )
                     for figures in saves
@@ -143,6 +142,16 @@ def _recovery(model: str, name: str) -> Callable[[Result], str]:
         value_s, (low_s, high_s) = row[f"{name}_first_step_s"], row[f"{name}_first_step_s_range"]
         share = "" if name == "torchrun" else f"{row[f'{name}_to_torchrun_ratio']:.0%}: "
         return f"{share}{'torchrun: ' if name == 'torchrun' else ''}{value_s:.2f} s ({low_s:.2f}–{high_s:.2f})"
+
+    return read
+
+
+def _lost_node(model: str, name: str) -> Callable[[Result], str]:
+    def read(result: Result) -> str:
+        row = result["models"][model]
+        low_s, high_s = row[f"{name}_first_step_s_range"]
+        share = f"{row['ratio']:.0%}: " if name == "ours" else "torchrun, one process lost: "
+        return f"{share}{row[f'{name}_first_step_s']:.2f} s ({low_s:.2f}–{high_s:.2f})"
 
     return read
 
@@ -241,6 +250,20 @@ ROWS = (
         _recovery("small", "torchrun"),
         "at most 50 %",
         _recovery("small", "unmodified"),
+    ),
+    Row(
+        "node lost → first step on a spare from the copy on another node, GPT of 129 MB state",
+        "peer_restore",
+        _lost_node("gpt", "torchrun"),
+        "at most 20 %",
+        _lost_node("gpt", "ours"),
+    ),
+    Row(
+        "the same, a state of 0.8 MB",
+        "peer_restore",
+        _lost_node("small", "torchrun"),
+        "at most 20 %",
+        _lost_node("small", "ours"),
     ),
     Row(
         "command → first step, small",

@@ -113,7 +113,7 @@ def _units(options: argparse.Namespace, measured: Measured) -> list[Unit]:
         measured.ettr.append(figures)
 
     units += [
-        Unit(name=f"node lost, start {number + 1}", part="nodes", estimate_s=35, measure=nodes)
+        Unit(name=f"node lost, start {number + 1}", part="nodes", estimate_s=55, measure=nodes)
         for number in range(PASSES)
     ]
     units.append(Unit(name="SIGSTOP", part="stops", estimate_s=25, measure=stops))
@@ -123,7 +123,7 @@ def _units(options: argparse.Namespace, measured: Measured) -> list[Unit]:
 
 
 def _save_unit(method: _run_saves.Method, options: argparse.Namespace, measured: Measured, *, is_busy: bool) -> Unit:
-    is_ours = method.system.script == OURS.script
+    is_ours = method.system is OURS
     rounds = options.rounds if is_ours or not is_busy else max(1, options.rounds - 2)
 
     def measure(directory: Path) -> None:
@@ -210,6 +210,7 @@ def _print(measured: Measured, rows: Sequence[Row]) -> None:
         _print_saves([figures for figures in measured.saves if figures.is_busy == is_busy], is_busy=is_busy)
     for is_full in (True, False):
         _print_kills(measured.kills, is_full=is_full)
+    _print_node_losses(measured.node_losses)
     print()
     table = [
         (row.name, _number(row.ours), _number(row.peer), _number(row.floor), _number(row.limit), _judged(row))
@@ -225,7 +226,19 @@ def _print_saves(saves: Sequence[_run_saves.SaveFigures], *, is_busy: bool) -> N
     if not saves:
         return
     print(f"\nOne save, step of 0.5 s {'CPU-bound' if is_busy else 'host-idle'}: median (range), seconds")
-    header = ("method", "first", "held up", "lost", "durable after", "restore", "base step", "floor", "whole", "load")
+    header = (
+        "method",
+        "first",
+        "held up",
+        "lost",
+        "durable after",
+        "fsync",
+        "restore",
+        "base step",
+        "floor",
+        "whole",
+        "load",
+    )
     print_table(
         header,
         [
@@ -235,6 +248,7 @@ def _print_saves(saves: Sequence[_run_saves.SaveFigures], *, is_busy: bool) -> N
                 _spread(figures.block_s),
                 _spread(figures.lost_s),
                 _spread(figures.durable_s),
+                "yes" if figures.is_synced else "no",
                 _spread(figures.restore_s),
                 f"{figures.base_step_s:.3f}",
                 _spread(figures.floor_s),
@@ -262,6 +276,26 @@ def _print_kills(kills: Sequence[_run_kills.KillFigures], *, is_full: bool) -> N
         without = _number(median(without_step_s(kills, name, is_full=is_full)))
         table.append((name, *at_s, _spread(new_s), without, str(num_never)))
     print_table((*header, "new step", "without step", "never back"), table)
+
+
+def _print_node_losses(losses: Sequence[_run_kills.KillFigures]) -> None:
+    recoveries = recoveries_of(losses, OURS.name, is_full=True)
+    if not recoveries:
+        return
+    print("\nA node lost, one after the other: seconds after the loss")
+    print_table(
+        ("restored from", "detected", "started", "loaded", "any step", "new step", "redone"),
+        [
+            (
+                item.source or "never",
+                *(_number(getattr(item, name)) for name in ("detected_s", "started_s", "loaded_s")),
+                _number(item.any_step_s),
+                _number(item.new_step_s),
+                "-" if item.num_redone is None else str(item.num_redone),
+            )
+            for item in recoveries
+        ],
+    )
 
 
 def _known(recoveries: Sequence[Any], stage: str) -> list[float]:

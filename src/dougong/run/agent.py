@@ -310,7 +310,7 @@ class Agent:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             log.write(f"--- generation {launch.generation} on {self._component}\n".encode())
-        logs = log_variables(self._run, run_id=place.run_id, environment=os.environ)
+        logs = log_variables(self._run, run_id=place.run_id, rank=rank, environment=os.environ)
         variables = {**logs, **worker_variables(place), **torchrun_variables(place, self._settings, launch)}
         pid = await self._zygote.fork(variables=variables, log_path=log_path)
         if launch.generation <= self._killed_generation:

@@ -697,6 +697,16 @@ class Job:
         """This process was started by `dougong run`, so its state is saved."""
         return self._place is not None
 
+    @property
+    def num_skips(self) -> int:
+        """Batches that the run wants left out, since they made the loss bad."""
+        return 0 if self._place is None else len(self._place.skips)
+
+    def is_at(self, phase: Phase) -> None:
+        """A sign of life from a framework that tells its phases by callbacks."""
+        if self._page is not None:
+            self._page.enter(phase, now_ns=time.monotonic_ns())
+
     def take_in(self, **parts: Any) -> None:
         """More parts of the state, for a framework that makes them after the job."""
         self._parts.update(parts)

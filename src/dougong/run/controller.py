@@ -885,7 +885,7 @@ class Controller:
             snapshots,
             world_size=len(placement),
             is_attached=self._is_attached,
-            copies=self._copies.copies(),
+            copies=self._copies.copies(trusts=self._vigil.trusts),
             homes={placed.rank: placed.component for placed in placement},
             refused=self._copies.refused,
         )
