@@ -104,8 +104,8 @@ def _alone(kind: FaultKind) -> tuple[FaultKind, ...]:
 def _sensible(kinds: Sequence[FaultKind], *, num_spares: int, dice: random.Random) -> tuple[FaultKind, ...]:
     """An end comes last and once; a node returns only after one was killed; two more dead than spares is one too many;
     a damaged checkpoint is looked at only when a node dies after it."""
-    ends = tuple(kind for kind in kinds if _is_ending(kind))[:1]
-    rest = tuple(kind for kind in kinds if not _is_ending(kind))
+    ends: tuple[FaultKind, ...] = tuple(kind for kind in kinds if _is_ending(kind))[:1]
+    rest: tuple[FaultKind, ...] = tuple(kind for kind in kinds if not _is_ending(kind))
     chosen: list[FaultKind] = []
     num_dead = 0
     for kind in rest:

@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 
 from dougong.event.kinds import CauseClass, Placed
+from dougong.run.cut_links import reach_each_other
 from dougong.run.hang import Finding, FindingKind
-from dougong.run.links import reach_each_other
 from dougong.run.settings import Policy
 from dougong.run.wire import Restore, SnapshotStatus
 

@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 
 from dougong.event.kinds import AnyEvent, LinkCut, LinkHealed
 from dougong.run import wire
+from dougong.run.cut_links import Pair
 from dougong.run.node_session import NodeSession
 
 _TRY_S = 1.5
 _ROUND_S = 3.0
 _AGAIN_S = 2.0
-
-Pair = tuple[str, str]
 
 
 class LinkDoor:
@@ -119,21 +118,6 @@ class Links:
         self._asked = {}
         news = [LinkCut(component=first, peer=second) for first, second in sorted(self._cut - before)]
         return (*news, *(LinkHealed(component=first, peer=second) for first, second in sorted(before - self._cut)))
-
-
-def reach_each_other(preferred: Sequence[str], *, cut: Sequence[Pair]) -> list[str]:
-    """As many of the nodes as reach each other, in order: again and again the one with most cut links is left out, of
-    those with equally many the one that is preferred least."""
-    left = list(preferred)
-    while worst := _worst(left, cut):
-        left.remove(worst)
-    return left
-
-
-def _worst(nodes: Sequence[str], cut: Sequence[Pair]) -> str | None:
-    counts = {name: sum(name in pair and set(pair) <= set(nodes) for pair in cut) for name in nodes}
-    most = max(counts.values(), default=0)
-    return [name for name in nodes if counts[name] == most][-1] if most else None
 
 
 def _pair(first: str, second: str) -> Pair:

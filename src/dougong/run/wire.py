@@ -336,6 +336,9 @@ async def _handshake(
     except (asyncio.IncompleteReadError, TimeoutError, OSError) as error:
         writer.close()
         raise WireBroken("the handshake was not finished") from error
+    except asyncio.CancelledError:
+        writer.close()
+        raise
     if not hmac.compare_digest(proof, _proof(token, other_role, own_nonce)):
         writer.close()
         raise WireBroken("the other side does not know this run's token")
