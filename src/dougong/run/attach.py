@@ -53,7 +53,7 @@ from dougong.run.letters import (
 )
 from dougong.run.log_continuation import ContinuedWriter
 from dougong.run.loss_gate import LossGate
-from dougong.run.page import ControlFault, Page, Phase, StepRecord
+from dougong.run.page import ControlFault, Page, Phase, SaveTimes, StepRecord
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
 from dougong.run.put_in import move_out, tree_in_place
@@ -165,6 +165,9 @@ class Job:
                     mend="give the other objects to the first attach(), as further keyword arguments",
                 )
             self._page.mark_attached()
+            self._save_times = SaveTimes(
+                memory_every_steps=self._place.memory_every_steps, durable_every_steps=self._place.durable_every_steps
+            )
             _leave_sigterm_to_the_launcher()
             self._files = SnapshotFiles(self._place.node.snapshot(self._place.rank))
             self._persister = Persister(self._place, self._files)
@@ -370,6 +373,8 @@ class Job:
             skips=letter.skips,
         )
         self._persister.move_to(self._place)
+        if self._page is not None:
+            self._save_times.take(self._page.save_order, step=None)
         self._watch.move_to(letter.generation)
         for part in self._parts.values():
             if hasattr(part, "zero_grad"):
@@ -387,9 +392,10 @@ class Job:
         if place is None or page is None:
             return
         wants_stop = bool(page.stop_at_step) and self._step >= page.stop_at_step
-        is_due = self._step % place.durable_every_steps == 0
+        self._save_times.take(page.save_order, step=self._step)
+        is_due = self._save_times.is_durable(self._step)
         is_durable = wants_stop or (is_due and self._persister is not None and self._persister.may_begin(self._step))
-        if (is_durable or self._step % place.memory_every_steps == 0) and not self._refuses_save():
+        if (is_durable or self._save_times.is_due(self._step)) and not self._refuses_save():
             self._save(is_durable=is_durable)
         elif not self._has_room:
             self._make_room()
