@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from dougong.run.capture import write_snapshot
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.state import Progress, gather, write_snapshot
+from dougong.run.state import Progress, gather
 
 
 def parts(*, seed: int = 0) -> dict[str, Any]:

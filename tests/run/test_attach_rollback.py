@@ -84,6 +84,13 @@ def test_both_survivors_of_a_broken_collective_go_on_in_the_same_process(tmp_pat
     runs.wait_for(lambda: all(page.phase is Phase.UNWOUND for page in pages))
     port = free_port("127.0.0.1")
     for rank in (0, 1):
-        letter = Rejoin(generation=2, rank=rank, master_address="127.0.0.1", master_port=port, restore_step=5)
+        letter = Rejoin(
+            generation=2,
+            rank=rank,
+            master_address="127.0.0.1",
+            master_port=port,
+            restore_source="memory",
+            restore_step=5,
+        )
         post(NodeDirectory(root / "node").inbox(rank), letter)
     assert [losses_of(process) for process in processes] == expected, "steps 6 and 7 were done again, bit for bit"

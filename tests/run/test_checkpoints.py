@@ -16,6 +16,8 @@ from dougong.run.letters import (
     CheckpointCommitted,
     DropCheckpoint,
     MetadataWritten,
+    Reopened,
+    SaveAgain,
     ShardFailed,
     ShardSkipped,
     ShardWritten,
@@ -71,7 +73,7 @@ def metadata(root: Path, step: int) -> MetadataWritten:
     return MetadataWritten(generation=1, rank=0, step=step, file=written(root, ".metadata", step))
 
 
-Told = ShardWritten | ShardFailed | ShardSkipped | MetadataWritten
+Told = ShardWritten | ShardFailed | ShardSkipped | SaveAgain | MetadataWritten
 
 
 def tell(desk: CheckpointDesk, *letters: Told) -> list[Outcome]:
@@ -142,6 +144,25 @@ def test_a_step_that_one_rank_skipped_is_given_up_by_all(tmp_path: Path) -> None
     (event,) = outcomes[1].events
     assert isinstance(event, StorageFailing) and event.cause == "slow" and "90 MB/s" in event.reason
     assert stored(tmp_path) == []
+
+
+def test_a_step_that_was_given_up_is_reopened_when_all_ranks_would_save_it_again(tmp_path: Path) -> None:
+    desk = desk_at(tmp_path)
+    tell(desk, shard(tmp_path, 0, 100), skipped(1, 100))
+    again = [SaveAgain(generation=1, rank=rank, step=100) for rank in RANKS]
+    *early, last = tell(desk, *again)
+    assert early == [Outcome()] * 3
+    assert last.letter == Reopened(generation=1, rank=0, step=100)
+    assert isinstance(save(desk, tmp_path, 100)[-1].letter, CheckpointCommitted)
+    assert stored(tmp_path) == [(100, True)]
+
+
+def test_what_is_committed_is_never_reopened(tmp_path: Path) -> None:
+    desk = desk_at(tmp_path)
+    save(desk, tmp_path, 100)
+    outcomes = tell(desk, *(SaveAgain(generation=1, rank=rank, step=100) for rank in RANKS))
+    assert outcomes == [Outcome()] * 4
+    assert stored(tmp_path) == [(100, True)]
 
 
 def test_letters_told_again_to_another_controller_commit_nothing_twice(tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dougong.errors import CheckpointDamaged
+from dougong.run.capture import write_snapshot
 from dougong.run.dcp_shard import read_metadata, read_state, write_metadata, write_shard
 from dougong.run.manifest import FileRecord, FsspecPlace, ItemRecord, LocalPlace, Place, storage_at
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.state import Replication, read_tree, write_snapshot
+from dougong.run.state import Replication, read_tree
 from dougong.run.tree import dismantle
 from tests.run import made_training as made
 

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from dougong.run.capture import write_snapshot
 from dougong.run.layout import NodeDirectory
 from dougong.run.letters import (
+    AgentLetter,
     CheckpointCommitted,
     DropCheckpoint,
-    OrderDone,
     OrderPut,
+    Reopened,
+    SaveAgain,
     ShardFailed,
     ShardSkipped,
     ShardWritten,
@@ -28,7 +31,7 @@ from dougong.run.letters import (
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.state import Replication, write_snapshot
+from dougong.run.state import Replication
 from dougong.run.write_order import order_path
 from dougong.run.writer import Writer, WriterSettings
 from tests.run.runs import wait_for
@@ -64,6 +67,7 @@ class Bench:
         self.writer = Writer(WriterSettings(node_root=str(self.node.root), write_bytes_per_s=0.0, checkpoint_key=""))
 
     def submit(self, step: int, *, num_values: int = 50_000) -> None:
+        assert self.persister.may_begin(step)
         tree = {"model": {"w": torch.full((num_values,), float(step))}}
         index, num_bytes = write_snapshot(self.files, tree, step=step, generation=1, world_size=1)
         self.persister.submit(
@@ -83,7 +87,7 @@ class Bench:
         assert isinstance(letter, OrderPut)
         self.writer.serve(Path(letter.path))
 
-    def answer(self, letter: WriteMetadata | CheckpointCommitted | DropCheckpoint | OrderDone) -> None:
+    def answer(self, letter: AgentLetter) -> None:
         post(self.node.inbox(0), letter)
 
     def files_of(self, step: int) -> set[str]:
@@ -103,7 +107,6 @@ def committed(step: int) -> CheckpointCommitted:
 
 
 def test_a_save_goes_from_the_snapshot_to_a_settled_checkpoint(bench: Bench) -> None:
-    assert bench.persister.may_begin(5)
     bench.submit(5)
     bench.serve()
     (shard,) = bench.told(ShardWritten)
@@ -114,6 +117,25 @@ def test_a_save_goes_from_the_snapshot_to_a_settled_checkpoint(bench: Bench) -> 
     bench.answer(committed(5))
     assert bench.persister.wait_committed(step=5)
     assert bench.persister.may_begin(10)
+
+
+def test_a_reservation_without_a_snapshot_can_be_given_back(bench: Bench) -> None:
+    assert bench.persister.may_begin(5)
+    assert not bench.persister.may_begin(6)
+    bench.persister.release()
+    assert bench.persister.may_begin(7)
+
+
+def test_the_last_step_is_saved_again_when_every_rank_would(bench: Bench) -> None:
+    bench.submit(5)
+    bench.serve()
+    bench.answer(DropCheckpoint(generation=1, rank=0, step=5))
+    assert not bench.persister.wait_committed(step=5)
+    bench.answer(Reopened(generation=1, rank=0, step=5))
+    assert bench.persister.begin_again(5, on_wait=lambda: None)
+    assert len(bench.told(SaveAgain)) == 1
+    assert not bench.persister.may_begin(6)
+    bench.persister.release()
 
 
 def test_submitting_returns_although_nobody_writes(bench: Bench) -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from dougong.run.capture import write_snapshot
 from dougong.run.dcp_shard import write_metadata
 from dougong.run.extent import Extent
 from dougong.run.manifest import ItemRecord, LocalPlace
 from dougong.run.shard_plan import ShardPlanner
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.state import Replication, read_table, write_snapshot
+from dougong.run.state import Replication, read_table
 from dougong.run.write_files import write_files
 from dougong.run.write_order import Given, Stretch
 

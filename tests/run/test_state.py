@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from dougong.errors import UserError
+from dougong.run.capture import write_snapshot
 from dougong.run.snapshot import SnapshotFiles
 from dougong.run.state import (
     Progress,
@@ -21,7 +22,6 @@ from dougong.run.state import (
     replication,
     restore_rng,
     rng_state,
-    write_snapshot,
 )
 from tests.run import made_training as made
 

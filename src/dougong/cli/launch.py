@@ -41,12 +41,15 @@ class View(Protocol):
 class Launcher:
     """One `dougong run`. Holds the run's lock, so that two at once cannot harm it."""
 
-    def __init__(self, run: RunDirectory, *, is_resume: bool, view: View) -> None:
+    def __init__(self, run: RunDirectory, *, is_resume: bool, view: View, stop_at_s: float | None = None) -> None:
         self._run = run
         self._is_resume = is_resume
         self._view = view
         self._controller: subprocess.Popen[bytes] | None = None
         self._num_interrupts = 0
+        self._stop_at_s = stop_at_s
+        self.is_out_of_time = False
+        """It was stopped for the sake of a time limit."""
         self._deaths_s: list[float] = []
         self._lock_fd = take_lock(run)
 
@@ -63,6 +66,7 @@ class Launcher:
                     code = self._look(tail)
                     if code is not None:
                         return code
+                    self._look_at_the_clock()
                     time.sleep(_POLL_S)
         finally:
             for number, handler in previous.items():
@@ -93,6 +97,15 @@ class Launcher:
         if self._num_interrupts:
             self._order(Order(is_stop=True))
         return None
+
+    def _look_at_the_clock(self) -> None:
+        """The limit is one of the wall clock: a scheduler's."""
+        if self._stop_at_s is None or self._num_interrupts or time.time() < self._stop_at_s:
+            return
+        self.is_out_of_time = True
+        self._num_interrupts += 1
+        self._view.say("the time limit is near: every rank saves after its step")
+        self._order(Order(is_stop=True))
 
     def _start_controller(self, *, is_resume: bool) -> None:
         self._run.logs.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,9 @@ import click
 @click.option("--nodes", type=click.IntRange(min=1), help="Nodes that train [default: 1].")
 @click.option("--procs-per-node", type=click.IntRange(min=1), help="Ranks on each node [default: 1].")
 @click.option("--spares", type=click.IntRange(min=0), default=0, help="Nodes that wait to replace a lost one.")
+@click.option(
+    "--min-nodes", type=click.IntRange(min=1), help="Go on with so few if the others are lost [default: all]."
+)
 @click.option("--backend", type=click.Choice(["local"]), default="local", help="What holds the nodes.")
 @click.option("--chaos", help="A schedule of faults to inject, or `default`.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where the run keeps its files [default: runs/TIME].")
@@ -42,6 +45,9 @@ import click
     metavar="NAME=VALUE",
     help="A setting of policy, hang rule or saves, such as hang.startup_s=7200 (see the guide).",
 )
+@click.option("--time-limit", help="Wall time of the job, such as 4h; under Slurm it is known [default: none].")
+@click.option("--save-before", default="120s", show_default=True, help="Save and leave so long before the limit.")
+@click.option("--requeue", is_flag=True, help="Put the Slurm job back into its queue after that.")
 @click.option("--webhook", default="", help="URL that is told of each interruption.")
 @click.option(
     "--reference", type=click.Path(path_type=Path), help="An undisturbed run to compare samples and losses with."

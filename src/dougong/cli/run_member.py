@@ -72,7 +72,7 @@ def _lead(options: RunOptions, member: Membership, command: tuple[str, ...], run
         settings = _settings(options, member, command, run)
         write_run(run, settings)
     with _OwnAgent(run, settings.nodes[0]):
-        return supervise(run, settings, chaos=None, is_resume=is_resume, wants_score=not options.no_score)
+        return supervise(run, settings, options, chaos=None, is_resume=is_resume)
 
 
 def _follow(member: Membership, run: RunDirectory) -> int:

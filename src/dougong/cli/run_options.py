@@ -39,6 +39,10 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     no_score: bool = False
     max_restarts: int | None = None
     nnodes: str | None = None
+    min_nodes: int | None = None
+    time_limit: str | None = None
+    save_before: str = "120s"
+    requeue: bool = False
     nproc_per_node: str | None = None
     rdzv_endpoint: str | None = None
     rdzv_backend: str | None = None
@@ -69,6 +73,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     num_nodes: int
     procs_per_node: int
+    min_nodes: int = 0
+    """With how few nodes the job may go on; 0 = only with all."""
 
 
 class Membership(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +91,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
 
 def shape(options: RunOptions, *, num_cpus: int) -> Shape:
     """Nodes and ranks per node. `--nodes` and `--nnodes` are one thing; so are the two for ranks. Raises UserError."""
-    nnodes = None if options.nnodes is None else _nnodes(options.nnodes)
+    fewest, nnodes = (0, None) if options.nnodes is None else _nnodes(options.nnodes)
     if options.nodes is not None and nnodes is not None and options.nodes != nnodes:
         raise UserError(
             f"--nodes {options.nodes} and --nnodes {options.nnodes} contradict each other",
@@ -100,7 +106,19 @@ def shape(options: RunOptions, *, num_cpus: int) -> Shape:
             where="command line",
             mend="give one of the two",
         )
-    return Shape(num_nodes=options.nodes or nnodes or 1, procs_per_node=options.procs_per_node or nproc or 1)
+    num_nodes = options.nodes or nnodes or 1
+    fewest = options.min_nodes or fewest
+    if fewest > num_nodes:
+        raise UserError(
+            f"at least {fewest} nodes of {num_nodes}",
+            where="--min-nodes",
+            mend=f"give 1 to {num_nodes}, or leave it out",
+        )
+    return Shape(
+        num_nodes=num_nodes,
+        procs_per_node=options.procs_per_node or nproc or 1,
+        min_nodes=fewest if fewest < num_nodes else 0,
+    )
 
 
 def membership(options: RunOptions, environment: Mapping[str, str], *, num_nodes: int) -> Membership | None:
@@ -203,14 +221,14 @@ def _slurm_membership(options: RunOptions, environment: Mapping[str, str]) -> Me
     )
 
 
-def _nnodes(text: str) -> int:
-    """torchrun's N or MIN:MAX. The world does not change its size yet, so of a range the larger number is taken."""
+def _nnodes(text: str) -> tuple[int, int]:
+    """torchrun's N or MIN:MAX: the fewest nodes, and as many as are wanted."""
     low, _, high = text.partition(":")
     if not low.isdigit() or (high and not high.isdigit()) or int(high or low) < max(1, int(low)):
         raise UserError(
             f"{text!r} is not a number of nodes", where="--nnodes", mend="write N or MIN:MAX, for example 2"
         )
-    return int(high or low)
+    return int(low), int(high or low)
 
 
 def _nproc(text: str, *, num_cpus: int) -> int:

@@ -18,8 +18,9 @@ import dougong
 from dougong.backend.device import FoundAccelerator
 from dougong.backend.nvml import NvmlProbe
 from dougong.cli.controller import local_nodes
-from dougong.cli.launch import Launcher, View, point_latest, wait_for_orphan
+from dougong.cli.launch import EXIT_STOPPED, Launcher, View, point_latest, wait_for_orphan
 from dougong.cli.run_options import RunOptions, Shape, membership, shape
+from dougong.cli.time_limit import requeue, stop_at_s
 from dougong.clock import SystemClock
 from dougong.errors import DougongError, MissingExtra, UserError
 from dougong.event import store
@@ -51,6 +52,8 @@ def start(options: RunOptions) -> int:
     member = membership(options, os.environ, num_nodes=wanted.num_nodes)
     command = _checked_command(options)
     _check_torch()
+    # a limit that cannot be shows before the start
+    stop_at_s(time_limit=options.time_limit, save_before=options.save_before, environment={}, now_s=0.0)
     if member is not None:
         from dougong.cli.run_member import join
 
@@ -69,7 +72,7 @@ def start(options: RunOptions) -> int:
     write_run(run, settings)
     if options.reference is not None:
         (run.root / "reference").write_text(f"{options.reference.resolve()}\n")
-    return supervise(run, settings, chaos=chaos, is_resume=False, wants_score=not options.no_score)
+    return supervise(run, settings, options, chaos=chaos, is_resume=False)
 
 
 def go_on(options: RunOptions) -> int:
@@ -93,14 +96,17 @@ def go_on(options: RunOptions) -> int:
         )
     for mark in (run.root / "nodes").glob("*.down"):
         mark.unlink()
-    return supervise(run, settings, chaos=_chaos(options), is_resume=True, wants_score=not options.no_score)
+    return supervise(run, settings, options, chaos=_chaos(options), is_resume=True)
 
 
 def supervise(
-    run: RunDirectory, settings: RunSettings, *, chaos: Chaos | None, is_resume: bool, wants_score: bool
+    run: RunDirectory, settings: RunSettings, options: RunOptions, *, chaos: Chaos | None, is_resume: bool
 ) -> int:
     """Launch, watch, inject what is to be injected; then say how it went."""
-    launcher = Launcher(run, is_resume=is_resume, view=_view(run, settings))
+    ends_s = stop_at_s(
+        time_limit=options.time_limit, save_before=options.save_before, environment=os.environ, now_s=time.time()
+    )
+    launcher = Launcher(run, is_resume=is_resume, view=_view(run, settings), stop_at_s=ends_s)
     injector = None
     if chaos is not None:
         injector = _injector(run, settings, chaos, launcher)
@@ -116,7 +122,9 @@ def supervise(
         local_nodes(run, settings).end_leftovers((*settings.nodes, *settings.spares))
     if code == 0:
         forget_memory(settings.run_id, memory_root=Path(settings.memory_root))
-    _say_how_it_went(run, code, wants_score=wants_score)
+    _say_how_it_went(run, code, wants_score=not options.no_score)
+    if launcher.is_out_of_time and options.requeue and code == EXIT_STOPPED:
+        click.echo(requeue(os.environ), err=True)
     return code
 
 
@@ -158,6 +166,7 @@ def settings_for(
         is_chaos=is_chaos,
         checkpoint_key=_absolute(options.checkpoint_key),
         lock_key=_absolute(options.lock_key),
+        min_nodes=wanted.min_nodes,
     )
     for text in options.settings:
         settings = with_setting(settings, text)

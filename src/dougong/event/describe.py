@@ -67,6 +67,11 @@ def _sentence(event: kinds.AnyEvent | kinds.Unknown) -> str:
             return f"agent is back with {_count(event.num_workers, 'running worker')}"
         case kinds.ControllerStarted():
             return f"controller {'restarted' if event.is_restart else 'started'}, pid {event.pid}"
+        case kinds.WorldResized():
+            return (
+                f"goes on with {event.to_world_size} ranks instead of {event.from_world_size}"
+                f" from step {event.step}: {event.reason}"
+            )
         case kinds.WebhookSent():
             answer = f"answered {event.status}" if event.status else "could not be reached"
             return f"webhook {answer}{_colon(event.detail)}"

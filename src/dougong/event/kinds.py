@@ -270,6 +270,16 @@ class ControllerStarted(Event, frozen=True, kw_only=True):
     is_restart: bool
 
 
+class WorldResized(Event, frozen=True, kw_only=True):
+    """The job goes on with another number of ranks, from the state of `step`."""
+
+    generation: int
+    from_world_size: int
+    to_world_size: int
+    step: int
+    reason: str
+
+
 class WebhookSent(Event, frozen=True, kw_only=True):
     """The interruption was told to the webhook. `status` 0 = it could not be reached."""
 
@@ -331,6 +341,7 @@ AnyEvent = (
     | AgentLost
     | AgentReturned
     | ControllerStarted
+    | WorldResized
     | WebhookSent
     | WarningRaised
     | StorageFailing

@@ -24,8 +24,8 @@ from dougong.clock import Clock
 from dougong.run import wire
 from dougong.run.activity import ActivityState, advance
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
-from dougong.run.letters import OrderPut, post, read_from_worker, unread
-from dougong.run.page import Page, StepRecord
+from dougong.run.letters import OrderPut, Rejoin, post, read_from_worker, unread
+from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.place import place_of, torchrun_variables, worker_variables
 from dougong.run.settings import RunSettings
 from dougong.run.snapshot import SnapshotFiles
@@ -205,15 +205,50 @@ class Agent:
             return
         self._generation = launch.generation
         self._told = [message for message in self._told if not _is_of_generation_before(message, launch.generation)]
-        await self._end([worker for worker in self._workers.values() if worker.worker.generation < launch.generation])
+        staying = [rank for rank, _ in launch.ranks if rank in launch.staying and rank in self._workers]
+        await self._end(
+            [
+                worker
+                for worker in self._workers.values()
+                if worker.worker.generation < launch.generation and worker.worker.rank not in staying
+            ]
+        )
+        self._forward_letters()
+        self._forward_steps()
         try:
+            for rank in staying:
+                self._have_rejoin(launch, rank)
+            if launch.is_cold:
+                await self._zygote.renew()
             for rank, local_rank in launch.ranks:
+                if rank in staying:
+                    continue
+                if rank in launch.staying:
+                    raise ConnectionError(f"rank {rank} was to stay and is gone")
                 await self._start_worker(launch, rank, local_rank)
         except (OSError, ConnectionError) as error:
             self._tell(wire.LaunchFailed(generation=launch.generation, reason=str(error)))
             return
         self._write_workers()
         self._tell(wire.Launched(generation=launch.generation))
+
+    def _have_rejoin(self, launch: wire.Launch, rank: int) -> None:
+        """A rank that stays belongs to the new generation from here on."""
+        worker = self._workers[rank]
+        worker.worker = msgspec.structs.replace(worker.worker, generation=launch.generation)
+        worker.num_drained = worker.page.join_generation(launch.generation)
+        restore = launch.restore
+        letter = Rejoin(
+            generation=launch.generation,
+            rank=rank,
+            master_address=launch.master_address,
+            master_port=launch.master_port,
+            restore_source=restore.source,
+            restore_step=restore.step,
+            restore_generation=restore.generation,
+            restore_directory=restore.directory,
+        )
+        post(self._node.inbox(rank), letter)
 
     async def _start_worker(self, launch: wire.Launch, rank: int, local_rank: int) -> None:
         for box in (self._node.outbox(rank), self._node.inbox(rank)):
@@ -274,6 +309,7 @@ class Agent:
 
     async def _watch(self) -> None:
         last_status_s = last_reading_s = 0.0
+        last_phases: list[Phase] = []
         while True:
             now_s = self._now_s()
             if now_s - last_reading_s >= _READING_S:
@@ -286,8 +322,10 @@ class Agent:
                     worker.activity = advance(worker.activity, process.read(worker.worker.pid), now_s=now_s)
             self._forward_letters()
             self._forward_steps()
-            if self._connection is not None and now_s - last_status_s >= _STATUS_S:
-                last_status_s = now_s
+            phases = [worker.page.phase for worker in self._workers.values()]
+            is_news = phases != last_phases and (Phase.UNWOUND in phases or Phase.UNWOUND in last_phases)
+            if self._connection is not None and (is_news or now_s - last_status_s >= _STATUS_S):
+                last_status_s, last_phases = now_s, phases
                 self._tell(self._status(now_s), is_kept=False)
             await asyncio.sleep(_TICK_S)
 
@@ -309,6 +347,7 @@ class Agent:
             quiet_s=0.0 if state is None else max(0.0, now_s - state.quiet_since_s),
             activity="gone" if state is None else state.activity,
             is_attached=worker.page.is_attached,
+            can_stay=worker.page.can_stay,
         )
 
     def _forward_letters(self) -> None:
@@ -383,7 +422,11 @@ class Agent:
     # --- ending ---
 
     async def _kill(self, order: wire.Kill) -> None:
-        victims = [worker for worker in self._workers.values() if worker.worker.generation <= order.generation]
+        old = [worker for worker in self._workers.values() if worker.worker.generation <= order.generation]
+        victims = [worker for worker in old if worker.worker.rank not in order.staying]
+        for worker in old:
+            if worker.worker.rank in order.staying:
+                worker.page.cut_generation = order.generation
         self._killed_generation = max(self._killed_generation, order.generation)
         self._forward_steps()
         if order.grace_s > 0:
@@ -392,11 +435,10 @@ class Agent:
             await self._wait_gone(victims, timeout_s=order.grace_s)
         await self._end(victims)
         undead = tuple(worker.worker.rank for worker in victims if process.is_alive(worker.worker.pid))
-        snapshots = await asyncio.to_thread(snapshots_in, self._node, is_verified=True)
         self._tell(
             wire.Killed(
                 generation=order.generation,
-                snapshots=snapshots,
+                snapshots=snapshots_in(self._node, is_verified=False),
                 free_port=free_port(_listen_host(self._settings)),
                 undead=undead,
             ),

@@ -15,18 +15,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from dougong.errors import UserError
+from dougong.errors import CheckpointDamaged, UserError
 from dougong.run import manifest
+from dougong.run.capture import Capture, fenced_storages
+from dougong.run.copier import Copier, CopyJob, Done
 from dougong.run.data_position import DataPosition
 from dougong.run.dcp_shard import read_state
-from dougong.run.group import ReplaceableGroup, default_group, join_store
+from dougong.run.group import ReplaceableGroup, can_stay, default_group, join_store
 from dougong.run.letters import (
     ModelFound,
     PeakMeasured,
@@ -41,13 +44,18 @@ from dougong.run.letters import (
 from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
+from dougong.run.put_in import move_out, tree_in_place
+from dougong.run.reducers import renew_reducers
 from dougong.run.sealed import UnsealedPlace, load_sealer
-from dougong.run.snapshot import SnapshotFiles
-from dougong.run.state import Progress, gather, num_parameters, put_back, read_tree, replication, write_snapshot
+from dougong.run.snapshot import Slot, SnapshotFiles
+from dougong.run.state import Progress, Replication, gather, num_parameters, put_back, replication
+from dougong.run.watch import Watch
 from dougong.run.worker import do_control_fault, is_broken_collective
 
-_VERDICT_TIMEOUT_S = 60.0
-_VERDICT_POLL_S = 0.01
+_VERDICT_TIMEOUT_S = 600.0
+_VERDICT_POLL_S = 0.002
+_ADOPT_BYTES = 64 * 2**20
+"""From this size on a new process lives in the snapshot it is restored from instead of copying it."""
 
 
 class Stateful(Protocol):
@@ -105,10 +113,17 @@ class Job:
         self._page: Page | None = None
         self._persister: Persister | None = None
         self._files: SnapshotFiles | None = None
+        self._copier: Copier | None = None
+        self._watch: Watch | None = None
+        self._is_fresh = True
+        self._is_blocking = False
+        self._wants_own_memory = False
+        self._has_room = False
         self._ledger: _Ledger | None = None
         self._is_ledger_warned = False
         self._submitted_step = 0
         self._loaded_step = 0
+        self._last_step = 0
         self.rank, self.world_size = rank_and_world_size()
         if self._place is not None:
             self._page = Page.open(self._place.node.page(self._place.rank))
@@ -122,6 +137,9 @@ class Job:
             _leave_sigterm_to_the_launcher()
             self._files = SnapshotFiles(self._place.node.snapshot(self._place.rank))
             self._persister = Persister(self._place, self._files)
+            self._copier = Copier(self._files)
+            self._watch = Watch(self._page, generation=self._place.generation)
+            _fence_optimizers(self._copier)
             self._ledger = _Ledger(self._place)
 
     @property
@@ -162,6 +180,7 @@ class Job:
 
         Everything between two steps (evaluation, logging) belongs to the step before: a restart does not do it again.
         """
+        self._last_step = until or 0
         self._restore()
         while until is None or self._step < until:
             began_ns = time.monotonic_ns()
@@ -196,13 +215,15 @@ class Job:
         self._num_tokens += step.tokens or 0
         if self._page is None:
             return
-        assert self._ledger is not None
+        assert self._ledger is not None and self._copier is not None
         if step.samples is not None:
             self._write_ledger(step.number, step.samples)
+        fence_ns = self._copier.take_fence_ns()
+        self._stall_ns += fence_ns
         self._page.finish_step(
             StepRecord(
                 step=step.number,
-                begin_ns=step.begin_ns,
+                begin_ns=step.begin_ns + fence_ns,  # the wait for a copy is the checkpoint's, not the step's
                 end_ns=now_ns,
                 data_wait_ns=step.data_wait_ns,
                 loss=step.loss,
@@ -250,16 +271,28 @@ class Job:
         raise error
 
     def _rejoin(self, letter: Rejoin, group: ReplaceableGroup) -> None:
+        """Roll back first, while the newcomer is still starting; then meet it."""
         assert self._place is not None and self._persister is not None
-        group.replace(join_store(letter.master_address, letter.master_port), generation=letter.generation)
+        assert self._copier is not None and self._watch is not None
+        self._copier.wait()
+        self._copier.take_fence_ns()
         self._place = msgspec.structs.replace(
-            self._place, generation=letter.generation, restore_source="memory", restore_step=letter.restore_step
+            self._place,
+            generation=letter.generation,
+            restore_source=letter.restore_source,
+            restore_step=letter.restore_step,
+            restore_generation=letter.restore_generation,
+            restore_directory=letter.restore_directory,
         )
         self._persister.move_to(self._place)
+        self._watch.move_to(letter.generation)
         for part in self._parts.values():
             if hasattr(part, "zero_grad"):
                 part.zero_grad(set_to_none=True)  # half a backward pass may lie there
-        self._restore()
+        store = join_store(letter.master_address, letter.master_port)
+        self._restore(then=lambda: group.replace(store, generation=letter.generation))
+        assert self._ledger is not None
+        self._ledger.move_to(letter.generation)
 
     # --- saving and restoring ---
 
@@ -270,61 +303,106 @@ class Job:
             return
         wants_stop = bool(page.stop_at_step) and self._step >= page.stop_at_step
         is_due = self._step % place.durable_every_steps == 0
-        is_durable = wants_stop or (is_due and self._persister is not None and self._persister.may_begin(self._step))
+        is_last = wants_stop or (is_due and self._step == self._last_step)
+        assert self._persister is not None
+        if is_last:
+            self._persister.begin_last(on_wait=self._is_saving)
+        is_durable = is_last or (is_due and self._persister.may_begin(self._step))
         if is_durable or self._step % place.memory_every_steps == 0:
             self._save(is_durable=is_durable)
+        elif not self._has_room:
+            self._make_room()
         if wants_stop:
             self._leave_resumable()
 
+    def _make_room(self) -> None:
+        """After the first step the size of the state is known; its memory is allocated beside the next ones."""
+        assert self._copier is not None
+        self._has_room = True
+        num_bytes = self._capture().num_bytes
+        if num_bytes >= _ADOPT_BYTES and self._copier.is_idle:
+            self._copier.make_room(num_bytes)
+
     def _save(self, *, is_durable: bool) -> None:
         assert self._place is not None and self._page is not None
-        assert self._files is not None and self._persister is not None
+        assert self._copier is not None and self._persister is not None
         began_ns = time.monotonic_ns()
         self._page.enter(Phase.CHECKPOINT, now_ns=began_ns)
-        if is_durable:
-            self._persister.wait_idle(on_wait=self._is_saving)
+        self._copier.wait()
+        if self._wants_own_memory:
+            self._leave_adopted()
+        capture = self._capture()
+        sharing = replication(self._parts, world_size=self._place.world_size) if is_durable else None
+        step = self._step
+        stall_s = (time.monotonic_ns() - began_ns) / 1e9
+        self._copier.begin(
+            CopyJob(
+                capture=capture,
+                step=step,
+                generation=self._place.generation,
+                world_size=self._place.world_size,
+                on_done=lambda done: self._copied(done, step=step, stall_s=stall_s, sharing=sharing),
+            )
+        )
+        if self._is_blocking or not capture.is_overlapped:
+            self._copier.fence()
+        now_ns = time.monotonic_ns()
+        self._copier.take_fence_ns()
+        self._stall_ns += now_ns - began_ns
+        self._page.enter(Phase.BETWEEN, now_ns=now_ns)
+
+    def _capture(self) -> Capture:
         tree = gather(
             self._parts,
             data=None if self._data is None else self._data.state(),
             progress=Progress(step=self._step, num_tokens=self._num_tokens),
         )
-        try:
-            index, num_bytes = write_snapshot(
-                self._files, tree, step=self._step, generation=self._place.generation, world_size=self._place.world_size
-            )
-        except OSError as error:
-            self._tell_no_memory(error)
-            return
-        now_ns = time.monotonic_ns()
-        self._stall_ns += now_ns - began_ns
-        if is_durable:
-            request = PersistRequest(
-                index=index,
-                num_bytes=num_bytes,
-                step=self._step,
-                stall_s=(now_ns - began_ns) / 1e9,
-                replication=replication(self._parts, world_size=self._place.world_size),
-            )
-            self._persister.submit(request)
-            self._submitted_step = self._step
-        self._page.enter(Phase.BETWEEN, now_ns=time.monotonic_ns())
+        return Capture(tree, fenced=fenced_storages(self._parts))
 
     def _is_saving(self) -> None:
         """The node's writer is at work, and this process is not: it does not hang."""
         if self._page is not None:
             self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
 
-    def _tell_no_memory(self, error: OSError) -> None:
-        """Shared memory is full: training goes on without this checkpoint, and a person is told."""
-        assert self._place is not None and self._page is not None
-        reason = f"no shared memory for it: {error.strerror} (df -h /dev/shm)"
-        letter = ShardFailed(generation=self._place.generation, rank=self._place.rank, step=self._step, reason=reason)
+    def _copied(self, done: Done, *, step: int, stall_s: float, sharing: Replication | None) -> None:
+        """In the copying thread: the snapshot is there, or it is not. `sharing`: it is to be written durably."""
+        assert self._place is not None and self._persister is not None
+        if done.is_changed:
+            self._is_blocking = True
+            self._warn(f"{done.reason} outside of the optimizer's step; from now on training waits for each copy")
+        if done.slot is None:
+            if sharing is not None:
+                self._persister.release()
+            assert self._files is not None
+            self._wants_own_memory = not done.is_changed and self._files.adopted_index is not None
+            # training goes on without this checkpoint, and a person is told
+            letter = ShardFailed(
+                generation=self._place.generation, rank=self._place.rank, step=step, reason=done.reason
+            )
+            post(self._place.node.outbox(self._place.rank), letter)
+            return
+        if sharing is not None:
+            self._submitted_step = step
+            self._persister.submit(
+                PersistRequest(
+                    index=done.slot.index,
+                    num_bytes=done.slot.num_bytes,
+                    step=step,
+                    stall_s=stall_s,
+                    replication=sharing,
+                )
+            )
+
+    def _warn(self, text: str) -> None:
+        assert self._place is not None
+        letter = WarningGiven(generation=self._place.generation, rank=self._place.rank, text=text)
         post(self._place.node.outbox(self._place.rank), letter)
-        self._page.enter(Phase.BETWEEN, now_ns=time.monotonic_ns())
 
     def _leave_resumable(self) -> None:
         assert self._place is not None and self._page is not None and self._persister is not None
         self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
+        assert self._copier is not None
+        self._copier.wait()
         if self._step == self._submitted_step:  # else there was no room for it, and nothing will be committed
             self._persister.wait_committed(step=self._step, on_wait=self._is_saving)
         letter = Stopped(generation=self._place.generation, rank=self._place.rank, step=self._step)
@@ -336,29 +414,54 @@ class Job:
         """The loop is done: the last state is saved durably before the script goes on."""
         if self._place is None or self._page is None or self._persister is None or self._step == 0:
             return
-        if self._step not in (self._submitted_step, self._loaded_step):
-            self._save(is_durable=True)
+        assert self._copier is not None
+        self._copier.wait()
         self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
-        if self._step == self._submitted_step:
-            self._persister.wait_committed(step=self._step, on_wait=self._is_saving)
+        is_saved = self._step == self._loaded_step
+        if not is_saved and self._step != self._submitted_step and not self._persister.was_skipped(self._step):
+            self._persister.begin_last(on_wait=self._is_saving)
+            self._save(is_durable=True)
+            self._copier.wait()
+        if (
+            not is_saved
+            and not self._is_committed()
+            and self._persister.begin_again(self._step, on_wait=self._is_saving)
+        ):
+            self._save(is_durable=True)
+            self._copier.wait()
+            self._is_committed()
         self._page.enter(Phase.BETWEEN, now_ns=time.monotonic_ns())
 
-    def _restore(self) -> None:
+    def _is_committed(self) -> bool:
+        """Is the state of this step durable? Waits until that is known."""
+        assert self._persister is not None
+        if self._step != self._submitted_step:
+            return False
+        return self._persister.wait_committed(step=self._step, on_wait=self._is_saving)
+
+    def _restore(self, *, then: Callable[[], None] | None = None) -> None:
+        """Take up the saved state, then meet the other ranks (`then`, or a newcomer its peers)."""
         place, page = self._place, self._page
         if place is None or page is None:
             return
         began_ns = time.monotonic_ns()
         page.enter(Phase.RESTORING, now_ns=began_ns)
-        tree = self._saved_tree(place)
+        adopted, tree = self._saved_tree(place)
         if tree is not None:
             if self._data is not None and tree["data"] is not None:
                 self._data.load(tree["data"])
             progress = put_back(tree, self._parts)
             self._step, self._num_tokens = progress.step, progress.num_tokens
+        reload_ns = time.monotonic_ns() - began_ns
+        if adopted is not None:
+            self._save_before_change(adopted)
+        self._is_fresh = False
         # a state that was loaded from a durable checkpoint has one already; of another generation's none is known
         self._submitted_step = 0
         self._loaded_step = self._step if place.restore_source == "durable" else 0
         page.mark_restored(step=self._step)
+        self._meet(then)
+        page.mark_can_stay(can_stay=can_stay())
         now_ns = time.monotonic_ns()
         page.enter(Phase.STARTING, now_ns=now_ns)
         self._between_since_ns = now_ns
@@ -367,22 +470,71 @@ class Job:
             rank=place.rank,
             step=self._step,
             source=place.restore_source,
-            reload_s=(now_ns - began_ns) / 1e9,
+            reload_s=reload_ns / 1e9,
         )
         post(place.node.outbox(place.rank), letter)
 
-    def _saved_tree(self, place: WorkerPlace) -> dict[str, Any] | None:
+    def _meet(self, then: Callable[[], None] | None) -> None:
+        assert self._place is not None
+        group = default_group()
+        if then is None and group is not None and group.is_alone:
+            then = partial(group.replace, group.store, generation=self._place.generation)
+        if then is not None:
+            then()
+            renew_reducers(self._parts.values())
+
+    def _saved_tree(self, place: WorkerPlace) -> tuple[Slot | None, dict[str, Any] | None]:
+        """The slot whose memory the tensors live in from now on, if so, and the state."""
         match place.restore_source:
             case "none":
-                return None
+                return None, None
             case "memory" | "peer":  # a peer's copy was fetched into this node's memory before the start
-                assert self._files is not None
-                return read_tree(self._files.read(step=place.restore_step))
+                return self._tree_from_memory(place)
             case "durable":
                 storage, root = manifest.storage_at(place.checkpoint_url)
                 sealer = load_sealer(place.checkpoint_key) if place.checkpoint_key else None
                 storage = UnsealedPlace(storage, sealer)
-                return read_state(place=storage, directory=f"{root}/{place.restore_directory}", rank=place.rank)
+                tree = read_state(place=storage, directory=f"{root}/{place.restore_directory}", rank=place.rank)
+                return None, tree
+
+    def _tree_from_memory(self, place: WorkerPlace) -> tuple[Slot | None, dict[str, Any]]:
+        assert self._files is not None
+        slot = self._files.find(step=place.restore_step, generation=place.restore_generation)
+        is_adopted = self._is_fresh and slot.num_bytes >= _ADOPT_BYTES and not torch.cuda.is_available()
+        try:
+            buffer = self._files.adopt(slot) if is_adopted else self._files.read_slot(slot)
+        except CheckpointDamaged:
+            self._files.void(slot.index)  # so that it is not chosen again
+            raise
+        return (slot if is_adopted else None), tree_in_place(buffer, self._parts, is_adopted=is_adopted)
+
+    def _save_before_change(self, slot: Slot) -> None:
+        """The tensors live in the snapshot itself: before the optimizer changes them, it is copied to another buffer.
+
+        It is the same state, so it keeps its name. Without memory for that the tensors get memory of their own.
+        """
+        assert self._copier is not None and self._files is not None
+        job = CopyJob(
+            capture=self._capture(),
+            step=slot.step,
+            generation=slot.generation,
+            world_size=slot.world_size,
+            on_done=self._saved_before_change,
+            replaces=slot.index,
+        )
+        self._copier.begin(job)
+
+    def _saved_before_change(self, done: Done) -> None:
+        if done.slot is None:
+            self._warn(f"the checkpoint restored from is not kept in memory: {done.reason}")
+
+    def _leave_adopted(self) -> None:
+        """There is no room for a third buffer: the tensors move to memory of their own, and give theirs back."""
+        assert self._files is not None
+        self._wants_own_memory = False
+        if self._files.adopted_index is not None:
+            move_out(self._parts, self._files.buffer(self._files.adopted_index))
+            self._files.give_back()
 
     def _next_batch(self, *, is_endless: bool) -> Any:
         if self._data is None:
@@ -398,6 +550,16 @@ class Job:
                 ) from None
             self._data.end_epoch()
             return self._data.next_batch()
+
+
+def _fence_optimizers(copier: Copier) -> None:
+    """No optimizer of this process changes anything while it is being copied."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def before_step(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        copier.fence()
+
+    register_optimizer_step_pre_hook(before_step)
 
 
 def _leave_sigterm_to_the_launcher() -> None:
@@ -459,6 +621,9 @@ class _Ledger:
         self._path = place.run.ledger / f"rank-{place.rank}.jsonl"
         self._generation = place.generation
         self._fd: int | None = None
+
+    def move_to(self, generation: int) -> None:
+        self._generation = generation
 
     def write(self, step: int, samples: tuple[int, ...]) -> None:
         """Add a line. Raises OSError if the disk does not take it."""

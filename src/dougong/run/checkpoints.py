@@ -17,6 +17,8 @@ from dougong.run.letters import (
     CheckpointCommitted,
     DropCheckpoint,
     MetadataWritten,
+    Reopened,
+    SaveAgain,
     ShardFailed,
     ShardSkipped,
     ShardWritten,
@@ -27,12 +29,14 @@ from dougong.run.settings import RunSettings
 from dougong.run.storage_alarm import StorageAlarm, cause_of
 from dougong.units import format_si
 
+CheckpointLetter = ShardWritten | ShardFailed | ShardSkipped | SaveAgain | MetadataWritten
+
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What follows from a letter about a checkpoint."""
 
     events: tuple[AnyEvent, ...] = ()
-    letter: WriteMetadata | CheckpointCommitted | DropCheckpoint | None = None
+    letter: WriteMetadata | CheckpointCommitted | DropCheckpoint | Reopened | None = None
 
 
 class _Gathered(msgspec.Struct):
@@ -40,6 +44,8 @@ class _Gathered(msgspec.Struct):
 
     shards: dict[int, ShardWritten] = msgspec.field(default_factory=dict[int, ShardWritten])
     fate: Literal["open", "committing", "committed", "dropped"] = "open"
+    again: set[int] = msgspec.field(default_factory=set[int])
+    """The ranks that would save this step once more."""
 
 
 class CheckpointDesk:
@@ -63,7 +69,7 @@ class CheckpointDesk:
         self._steps.clear()
         self._over_step = 0
 
-    async def take(self, letter: ShardWritten | ShardFailed | ShardSkipped | MetadataWritten) -> Outcome:
+    async def take(self, letter: CheckpointLetter) -> Outcome:
         """A letter in, what follows out. What the storage does not take becomes an event."""
         async with self._busy:
             if letter.generation != self._generation:
@@ -73,6 +79,8 @@ class CheckpointDesk:
             if letter.step <= self._over_step:
                 return Outcome()  # an agent tells again what a controller that died may not have heard
             gathered = self._steps.setdefault(letter.step, _Gathered())
+            if isinstance(letter, SaveAgain):
+                return await self._reopen(letter, gathered)
             if gathered.fate == "dropped":
                 # somebody wrote on before the word of it came
                 await asyncio.to_thread(self._clear, letter)
@@ -166,12 +174,16 @@ class CheckpointDesk:
             path=manifest.directory_name(letter.step, generation=letter.generation),
         )
 
-    async def _drop(
-        self,
-        letter: ShardWritten | ShardFailed | ShardSkipped | MetadataWritten,
-        gathered: _Gathered,
-        events: tuple[AnyEvent, ...],
-    ) -> Outcome:
+    async def _reopen(self, letter: SaveAgain, gathered: _Gathered) -> Outcome:
+        """Letters come in order, so when all ranks have said this, none of them still writes the first attempt."""
+        gathered.again.add(letter.rank)
+        if len(gathered.again) < self._world_size or gathered.fate == "committed":
+            return Outcome()
+        await asyncio.to_thread(self._clear, letter)
+        self._steps[letter.step] = _Gathered()
+        return Outcome(letter=Reopened(generation=letter.generation, rank=0, step=letter.step))
+
+    async def _drop(self, letter: CheckpointLetter, gathered: _Gathered, events: tuple[AnyEvent, ...]) -> Outcome:
         """The checkpoint will never exist: its files go at once, since they may be what fills the disk."""
         gathered.fate = "dropped"
         gathered.shards = {}
@@ -179,7 +191,7 @@ class CheckpointDesk:
         drop = DropCheckpoint(generation=letter.generation, rank=0, step=letter.step)
         return Outcome(events=events, letter=drop)
 
-    def _clear(self, letter: ShardWritten | ShardFailed | ShardSkipped | MetadataWritten) -> None:
+    def _clear(self, letter: CheckpointLetter) -> None:
         """A rank that is still writing finds its file gone, and gives up; retention takes what is left."""
         url = self._settings.checkpoint_url
         directory = manifest.directory_name(letter.step, generation=letter.generation)
@@ -221,6 +233,14 @@ def newest_good(url: str, *, checkpoint_key: str = "") -> tuple[tuple[int, str] 
             continue
         return (stored.step, stored.directory), tuple(rejected)
     return None, tuple(rejected)
+
+
+def newest_committed(url: str) -> tuple[int, str] | None:
+    """The newest durable checkpoint that counts as good, its bytes unread."""
+    for stored in manifest.list_stored(url):
+        if stored.is_committed and not stored.is_rejected:
+            return stored.step, stored.directory
+    return None
 
 
 def _mark_rejected(url: str, stored: manifest.Stored, reason: str) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Coroutine, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -22,13 +23,13 @@ from dougong.event.log import EventLog
 from dougong.run import decide as rules
 from dougong.run import letters, wire
 from dougong.run.announcements import Announcements
-from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_good
+from dougong.run.checkpoints import CheckpointDesk, CheckpointLetter, Outcome, newest_committed, newest_good
 from dougong.run.hang import Finding, find_hang
 from dougong.run.history import JobHistory
 from dougong.run.layout import RunDirectory, write_atomically
 from dougong.run.losses import loss_of_end, loss_of_error
 from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_of
-from dougong.run.page import StepRecord
+from dougong.run.page import Phase, StepRecord
 from dougong.run.progress import JobProgress
 from dougong.run.reception import Reception
 from dougong.run.settings import RunSettings
@@ -94,6 +95,9 @@ class Controller:
         self._said_done: set[int] = set()
         self._stopped: set[int] = set()
         self._killed: set[str] = set()
+        self._staying: set[int] = set()
+        self._rung: rules.Rung = "first"
+        self._is_growing = False
         self._backoff_until_s = 0.0
         self._pending: rules.Place | None = None
         self._stop_since_s: float | None = None
@@ -206,8 +210,17 @@ class Controller:
                 self._lose_node(decision.component, decision.reason)
             case rules.Interrupt():
                 await self._interrupt(decision)
+            case rules.EndStaying():
+                self._end_staying(decision.reason)
             case rules.Place():
                 await self._place(decision)
+            case rules.Grow():
+                self._is_growing = True
+                self._ask_ranks_to_leave()
+            case rules.Regroup():
+                self._write_ranges(is_forced=True)
+                await self._desk.finish()
+                self._tear_down()
             case rules.Finish():
                 self._write_ranges(is_forced=True)
                 await self._leave("finished", kinds.JobFinished(step=self._progress.max_step), is_memory_kept=False)
@@ -248,10 +261,29 @@ class Controller:
             gathering_s=now_s - self._status_since_s,
             num_restarts=self._num_restarts,
             num_fruitless=self._num_fruitless,
+            can_stay=tuple(rank.rank for rank in self._living_ranks() if rank.can_stay),
+            staying=tuple(sorted(self._staying)),
+            unwound=tuple(rank.rank for rank in self._living_ranks() if rank.phase == Phase.UNWOUND),
+            slow_step_s=self._progress.learnt().p99_s or 0.0 if self._staying else 0.0,
+            rung=self._rung,
+            is_restored=self._announcements.is_restored,
+            running_s=now_s - self._status_since_s,
+            min_nodes=self._settings.min_nodes,
+            is_attached=self._is_attached,
+            is_growing=self._is_growing,
+            has_left=bool(self._stopped) and len(self._stopped | self._finished) == len(self._placement),
             is_stop_wanted=self._stop_since_s is not None,
             is_stop_complete=self._stop_since_s is not None
             and len(self._stopped | self._finished) == len(self._placement) > 0,
         )
+
+    def _living_ranks(self) -> list[wire.RankStatus]:
+        """The ranks of this generation as last heard of, but those that do not run any more."""
+        return [
+            rank
+            for rank in ranks_of(self._nodes.values())
+            if rank.generation == self._generation and rank.activity not in ("gone", "stopped")
+        ]
 
     # --- nodes ---
 
@@ -288,7 +320,7 @@ class Controller:
         node.open(connection, hello, now_s=self._now_s())
         connection.send(wire.Welcome(generation=self._generation))
         if self._status == "tearing-down" or (self._status == "gathering" and self._is_resume):
-            connection.send(wire.Kill(generation=self._generation))
+            connection.send(wire.Kill(generation=self._generation, staying=tuple(sorted(self._staying))))
         if self._status == "running":
             self._compare_workers(node, hello)
         self._wake.set()
@@ -416,11 +448,20 @@ class Controller:
                 self._record(kinds.WarningRaised(component=node.component, text=f"rank {letter.rank}: {letter.text}"))
             case letters.OrderPut():
                 return  # for the agent alone
-            case letters.ShardWritten() | letters.ShardFailed() | letters.ShardSkipped() | letters.MetadataWritten():
+            case (
+                letters.ShardWritten()
+                | letters.ShardFailed()
+                | letters.ShardSkipped()
+                | letters.SaveAgain()
+                | letters.MetadataWritten()
+            ):
                 self._spawn(self._see_to_checkpoint(letter))
 
     def _hear_end(self, node: NodeSession, message: wire.WorkerEnded) -> None:
         if message.generation != self._generation:
+            return
+        if self._status == "tearing-down":
+            self._staying.discard(message.rank)
             return
         if message.exit_code == 0 or (
             message.exit_code is None and message.signal is None and self._is_over(message.rank)
@@ -466,9 +507,7 @@ class Controller:
                 self._samples.flush()
         self._record_all(ranges)
 
-    async def _see_to_checkpoint(
-        self, letter: letters.ShardWritten | letters.ShardFailed | letters.ShardSkipped | letters.MetadataWritten
-    ) -> None:
+    async def _see_to_checkpoint(self, letter: CheckpointLetter) -> None:
         generation = self._generation
         outcome = await self._desk.take(letter)
         self._record_all(outcome.events)
@@ -486,7 +525,7 @@ class Controller:
         match outcome.letter:
             case letters.WriteMetadata():
                 self._send_to_rank(0, wire.Deliver(rank=0, letter=outcome.letter))
-            case letters.CheckpointCommitted() | letters.DropCheckpoint():
+            case letters.CheckpointCommitted() | letters.DropCheckpoint() | letters.Reopened():
                 for placed in self._placement:
                     self._send_to_rank(placed.rank, wire.Deliver(rank=placed.rank, letter=outcome.letter))
             case None:
@@ -572,6 +611,7 @@ class Controller:
             evidence = self._write_evidence(decision.reason, detail)
         self._write_ranges(is_forced=True)
         self._last_traceback = loss.traceback
+        self._is_growing = False
         event = kinds.WorkerLost(
             generation=self._generation,
             rank=rank,
@@ -585,12 +625,27 @@ class Controller:
         )
         self._record(event)
         self._num_fruitless += 1
+        self._staying = set(decision.staying) - {rank}
+        if rank != loss.rank and decision.staying:
+            self._staying.add(loss.rank)  # the stacks name another one
+        if loss.cause_class == "network":
+            self._staying = set(decision.staying)
+        self._tear_down()
+        if self._settings.webhook_url:
+            self._spawn(self._tell_webhook(event))
+
+    def _tear_down(self) -> None:
+        """End the workers of this generation, but those that stay."""
         self._become("tearing-down")
         self._killed.clear()
         for component in {placed.component for placed in self._placement}:
-            self._nodes[component].send(wire.Kill(generation=self._generation))
-        if self._settings.webhook_url:
-            self._spawn(self._tell_webhook(event))
+            self._nodes[component].send(wire.Kill(generation=self._generation, staying=tuple(sorted(self._staying))))
+
+    def _end_staying(self, reason: str) -> None:
+        self._record(kinds.WarningRaised(component="run", text=f"no recovery in the process: {reason}"))
+        self._staying.clear()
+        self._pending = None
+        self._tear_down()
 
     async def _tell_webhook(self, event: kinds.WorkerLost) -> None:
         status, detail = await asyncio.to_thread(
@@ -602,6 +657,9 @@ class Controller:
         """Choose the state to go on from, say so, and start the ranks, now or after the back-off."""
         if self._pending is None or self._status != "backing-off":
             self._restore = await self._choose_restore(decision.placement)
+            if decision.staying and self._restore.source == "none":
+                self._end_staying("there is no state to go back to")
+                return
             self._pending = decision
             if self._generation > 0:
                 self._record(
@@ -629,22 +687,39 @@ class Controller:
             for snapshot in self._nodes[placed.component].verified
             if snapshot.rank == placed.rank
         ]
-        durable = None
+        choose = partial(rules.choose_restore, snapshots, world_size=len(placement), is_attached=self._is_attached)
+        listed = None
         if self._is_attached:
-            durable, rejected = await asyncio.to_thread(
-                newest_good, self._settings.checkpoint_url, checkpoint_key=self._settings.checkpoint_key
-            )
-            self._record_all(rejected)
-        return rules.choose_restore(
-            snapshots, durable=durable, world_size=len(placement), is_attached=self._is_attached
+            listed = await asyncio.to_thread(newest_committed, self._settings.checkpoint_url)
+        choice = choose(durable=listed)
+        if choice.source != "durable":
+            return choice
+        # only one that is about to be used is read through: that takes as long as its bytes
+        durable, rejected = await asyncio.to_thread(
+            newest_good, self._settings.checkpoint_url, checkpoint_key=self._settings.checkpoint_key
         )
+        self._record_all(rejected)
+        return choose(durable=durable)
 
     def _launch(self, decision: rules.Place) -> None:
         is_first = self._status == "gathering"
+        if self._generation > 0 and len(decision.placement) != len(self._placement):
+            self._record(
+                kinds.WorldResized(
+                    generation=self._generation + 1,
+                    from_world_size=len(self._placement),
+                    to_world_size=len(decision.placement),
+                    step=self._restore.step,
+                    reason=decision.reason,
+                )
+            )
         self._generation += 1
         self._num_restarts += not is_first
         self._placement = decision.placement
         self._pending = decision
+        self._rung = decision.rung
+        staying, self._staying = tuple(sorted(self._staying)), set()
+        self._is_growing = False
         self._losses.clear()
         self._finished.clear()
         self._said_done.clear()
@@ -679,6 +754,8 @@ class Controller:
                     master_address=head.address,
                     master_port=self._settings.master_port or head.free_port,
                     restore=self._restore,
+                    staying=staying,
+                    is_cold=decision.rung == "cold",
                 )
             )
 
@@ -691,9 +768,7 @@ class Controller:
         if not self._is_stop_sent:
             self._is_stop_sent = True
             if self._is_attached:
-                step_s = self._progress.learnt().p99_s or 1.0
-                stop_at = max(1, self._highest_step()) + 1 + int(0.5 / max(step_s, 1e-3))
-                self._broadcast(wire.StopAt(step=stop_at))
+                self._ask_ranks_to_leave()
             else:
                 self._broadcast(wire.Kill(generation=self._generation, grace_s=_SIGTERM_GRACE_S))
         elif self._is_attached and waited_s > _STOP_S:
@@ -703,6 +778,12 @@ class Controller:
                     component="run", text=f"not every rank saved within {_STOP_S:g} s; stopped as it is"
                 )
             )
+
+    def _ask_ranks_to_leave(self) -> None:
+        """After a step that is far enough ahead for all of them to hear of it in time."""
+        step_s = self._progress.learnt().p99_s or 1.0
+        stop_at = max(1, self._highest_step()) + 1 + int(0.5 / max(step_s, 1e-3))
+        self._broadcast(wire.StopAt(step=stop_at))
 
     def _highest_step(self) -> int:
         return max((rank.step for rank in ranks_of(self._nodes.values())), default=self._progress.last_step)

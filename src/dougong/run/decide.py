@@ -52,6 +52,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     procs_per_node: int
     num_nodes: int
+    """As many as are wanted."""
     placement: tuple[Placed, ...]
     nodes: tuple[NodeView, ...]
     """Active ones first, then spares, in order of preference."""
@@ -66,8 +67,26 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     gathering_s: float = 0.0
     num_restarts: int = 0
     num_fruitless: int = 0
+    can_stay: tuple[int, ...] = ()
+    """Ranks that could go on in their processes when a peer is replaced."""
+    staying: tuple[int, ...] = ()
+    """Those that were asked to, in the recovery at hand."""
+    unwound: tuple[int, ...] = ()
+    """Those that have left their broken step and wait."""
+    slow_step_s: float = 0.0
+    rung: Rung = "first"
+    is_restored: bool = True
+    """Does every rank of this generation hold its state?"""
+    running_s: float = 0.0
     is_stop_wanted: bool = False
     is_stop_complete: bool = False
+    min_nodes: int = 0
+    """With how few nodes the job may go on; 0 = only with all that are wanted."""
+    is_attached: bool = False
+    is_growing: bool = False
+    """The ranks were asked to save and leave, so that a larger world can start."""
+    has_left: bool = False
+    """They have."""
 
     @property
     def is_gathered(self) -> bool:
@@ -95,6 +114,14 @@ class Interrupt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     loss: Loss
     reason: str
     wants_stacks: bool = False
+    staying: tuple[int, ...] = ()
+    """These ranks leave their step and wait in their processes; all others are ended."""
+
+
+class EndStaying(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The ranks that were to stay do not leave their step, so all are started anew."""
+
+    reason: str
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -103,6 +130,20 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     placement: tuple[Placed, ...]
     rung: Rung
     backoff_s: float
+    reason: str
+    staying: tuple[int, ...] = ()
+    """Ranks that go on in their processes."""
+
+
+class Grow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Have all ranks save and leave, to start again with more nodes."""
+
+    reason: str
+
+
+class Regroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All ranks have saved and left: see to it that nothing of them is left, and place anew."""
+
     reason: str
 
 
@@ -118,7 +159,7 @@ class GiveUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Decision = Wait | RestartAgent | LoseNode | Interrupt | Place | Finish | Stop | GiveUp
+Decision = Wait | RestartAgent | LoseNode | Interrupt | EndStaying | Place | Grow | Regroup | Finish | Stop | GiveUp
 
 _SETTLE_S = 0.25
 _CAUSE_CLASS: dict[FindingKind, CauseClass] = {"stopped": "stopped", "hang": "hang", "unwound": "network"}
@@ -131,7 +172,7 @@ def decide(view: JobView, policy: Policy) -> Decision:
         return node_decision
     match view.status:
         case "running":
-            return _while_running(view)
+            return _while_running(view, policy)
         case "tearing-down":
             return _while_tearing_down(view, policy)
         case "gathering":
@@ -151,17 +192,22 @@ def first_loss(losses: Sequence[Loss]) -> Loss:
     return min(losses, key=lambda loss: (*loss.order, loss.rank))
 
 
-def choose_placement(view: JobView) -> tuple[Placed, ...] | None:
+def choose_placement(view: JobView, *, num_nodes: int | None = None) -> tuple[Placed, ...] | None:
     """Ranks stay where they are; those of a lost node go to the next free one. None = not enough nodes.
 
-    A node takes part with all its `procs_per_node` ranks or with none.
+    A node takes part with all its `procs_per_node` ranks or with none. In a world of another size than before the ranks
+    are counted anew, over the nodes that are left and then those that come.
     """
-    usable = [node.component for node in view.nodes if node.is_connected and node.is_ready and not node.is_lost]
+    count = view.num_nodes if num_nodes is None else num_nodes
+    usable = _usable(view)
     current: dict[int, str] = {placed.rank // view.procs_per_node: placed.component for placed in view.placement}
+    if len(current) != count:
+        left = [component for _, component in sorted(current.items()) if component in usable]
+        current = dict(enumerate(left[:count]))
     kept = {index: component for index, component in current.items() if component in usable}
     free = [component for component in usable if component not in kept.values()]
     chosen: list[str] = []
-    for index in range(view.num_nodes):
+    for index in range(count):
         if index in kept:
             chosen.append(kept[index])
         elif free:
@@ -175,27 +221,43 @@ def choose_placement(view: JobView) -> tuple[Placed, ...] | None:
     )
 
 
+def choose_size(view: JobView, policy: Policy) -> int:
+    """With how many nodes to go on: all that are wanted, or, if some cannot be had, as many as there are.
+
+    Less than `min_nodes` is not enough, and the number wanted is returned: there is nothing to do but wait.
+    """
+    usable = len(_usable(view))
+    if usable >= view.num_nodes or not 0 < view.min_nodes <= usable:
+        return view.num_nodes
+    may_come = any(not node.is_lost and not node.is_connected for node in view.nodes)
+    return view.num_nodes if may_come and view.gathering_s <= policy.shrink_wait_s else usable
+
+
 def choose_restore(
     snapshots: Sequence[SnapshotStatus], *, durable: tuple[int, str] | None, world_size: int, is_attached: bool
 ) -> Restore:
     """From where to go on: the newest step that every rank can have, with the reason.
 
-    `snapshots` are the verified memory checkpoints on the nodes that will run; `durable` the newest good one's step and
-    directory. A script that is not attached is never restored behind its back: it starts again and loads its own.
+    `snapshots` are the memory checkpoints on the nodes that will run, verified by the ranks that read them; `durable`
+    is the newest one's step and directory. A script that is not attached is never restored behind its back: it starts
+    again and loads its own.
     """
     if not is_attached:
         return Restore(source="none", reason="the script is not attached: it resumes from its own checkpoint")
     holders: dict[tuple[int, int], set[int]] = {}
     for snapshot in snapshots:
-        if snapshot.is_verified and snapshot.world_size == world_size:
+        if snapshot.world_size == world_size:
             holders.setdefault((snapshot.generation, snapshot.step), set()).add(snapshot.rank)
     # ranks must not mix generations: after a roll-back the same step may hold another state
     complete = [key for key, ranks in holders.items() if len(ranks) == world_size]
-    memory_step = max(complete)[1] if complete else 0
+    memory_generation, memory_step = max(complete, default=(0, 0))
     durable_step = durable[0] if durable is not None else 0
     if memory_step > 0 and memory_step >= durable_step:
         return Restore(
-            source="memory", step=memory_step, reason=f"step {memory_step} is in the memory of every rank's node"
+            source="memory",
+            step=memory_step,
+            generation=memory_generation,
+            reason=f"step {memory_step} is in the memory of every rank's node",
         )
     partial = _why_not_memory(holders, world_size=world_size)
     if durable is not None:
@@ -216,25 +278,77 @@ def _about_nodes(view: JobView, policy: Policy) -> Decision | None:
     return None
 
 
-def _while_running(view: JobView) -> Decision:
+def _while_running(view: JobView, policy: Policy) -> Decision:
     lost_nodes = {node.component for node in view.nodes if node.is_lost}
     on_lost = [placed for placed in view.placement if placed.component in lost_nodes]
     if on_lost:
         loss = Loss(rank=on_lost[0].rank, component=on_lost[0].component, cause_class="node", detail="the node is gone")
-        return Interrupt(loss=loss, reason=f"{on_lost[0].component} is gone with rank(s) {_ranks(on_lost)}")
+        reason = f"{on_lost[0].component} is gone with rank(s) {_ranks(on_lost)}"
+        return Interrupt(loss=loss, reason=reason, staying=_who_stays(view, policy))
     if view.losses:
         loss = first_loss(view.losses)
         if loss.order[0] > 0 and view.loss_settle_s < _SETTLE_S:
             return Wait(reason="a collective broke; who broke it will be known in a moment")
-        return Interrupt(loss=loss, reason=f"rank {loss.rank}: {loss.detail}")
+        return Interrupt(loss=loss, reason=f"rank {loss.rank}: {loss.detail}", staying=_who_stays(view, policy))
     if view.finding is not None and not view.is_stop_complete:
         loss = _loss_of(view.finding, view.placement)
-        return Interrupt(loss=loss, reason=view.finding.reason, wants_stacks=True)
+        culprit = () if view.finding.kind == "unwound" else (loss.rank,)
+        return Interrupt(
+            loss=loss,
+            reason=view.finding.reason,
+            wants_stacks=bool(culprit),
+            staying=_who_stays(view, policy, but=culprit),
+        )
     if view.is_stop_complete:
         return Stop(reason="stop was asked for; every rank has saved")
+    if view.rung == "in-process" and not view.is_restored and view.running_s > policy.rejoin_s:
+        placed = view.placement[0]
+        detail = f"the recovery in the process did not finish within {policy.rejoin_s:g} s"
+        loss = Loss(rank=placed.rank, component=placed.component, cause_class="software", detail=detail)
+        return Interrupt(loss=loss, reason=detail)
+    if view.is_growing and view.has_left:
+        return Regroup(reason="every rank has saved and left")
     if len(set(view.finished_ranks)) == len(view.placement):
         return Finish(reason="every rank ended well")
+    if _can_grow(view, policy):
+        free = _free(view)
+        return Grow(reason=f"{', '.join(free)} can take part; the ranks save and start again with more nodes")
     return Wait(reason="running")
+
+
+def _can_grow(view: JobView, policy: Policy) -> bool:
+    return (
+        view.is_attached
+        and view.is_restored
+        and not view.is_growing
+        and not view.is_stop_wanted
+        and not view.finished_ranks
+        and len(view.placement) < view.num_nodes * view.procs_per_node
+        and view.running_s > policy.grow_wait_s
+        and bool(_free(view))
+    )
+
+
+def _free(view: JobView) -> list[str]:
+    in_use = {placed.component for placed in view.placement}
+    return [component for component in _usable(view) if component not in in_use]
+
+
+def _usable(view: JobView) -> list[str]:
+    return [node.component for node in view.nodes if node.is_connected and node.is_ready and not node.is_lost]
+
+
+def _who_stays(view: JobView, policy: Policy, *, but: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """The ranks that are well, if all of them can stay; nobody after a recovery that brought no new step.
+
+    One that cannot stay builds a new group, which the others, in their old one, would wait for in vain.
+    """
+    if not policy.is_in_process or view.num_fruitless > 0 or view.is_stop_wanted or view.finished_ranks:
+        return ()
+    lost_nodes = {node.component for node in view.nodes if node.is_lost}
+    gone = {loss.rank for loss in view.losses} | set(but)
+    well = [placed.rank for placed in view.placement if placed.rank not in gone and placed.component not in lost_nodes]
+    return tuple(well) if set(well) <= set(view.can_stay) else ()
 
 
 def _while_tearing_down(view: JobView, policy: Policy) -> Decision:
@@ -248,13 +362,31 @@ def _while_tearing_down(view: JobView, policy: Policy) -> Decision:
         return LoseNode(component=min(waiting), reason=f"its workers did not die within {policy.teardown_s:g} s")
     if waiting:
         return Wait(reason=f"workers are being ended on {', '.join(sorted(waiting))}")
+    if view.staying and (verdict := _about_staying(view, policy)) is not None:
+        return verdict
     if view.is_stop_wanted:
         return Stop(reason="stop was asked for; a rank was lost meanwhile")
     if policy.max_restarts is not None and view.num_restarts >= policy.max_restarts:
         return GiveUp(reason=f"all {policy.max_restarts} restarts are used (--max-restarts)")
     if view.num_fruitless >= policy.max_fruitless:
         return GiveUp(reason=f"{view.num_fruitless} failures in a row without one new step (the policy's limit)")
-    return _place(view, policy, backoff_s=backoff_s(view.num_fruitless, policy))
+    # that it did not work in the process says nothing against the next rung
+    num_fruitless = view.num_fruitless - (view.rung == "in-process")
+    return _place(view, policy, backoff_s=backoff_s(num_fruitless, policy))
+
+
+def _about_staying(view: JobView, policy: Policy) -> Decision | None:
+    """None = they have all left their step."""
+    if view.is_stop_wanted:
+        return EndStaying(reason="stop was asked for; a rank was lost meanwhile")
+    lost_nodes = {node.component for node in view.nodes if node.is_lost}
+    if any(placed.rank in view.staying and placed.component in lost_nodes for placed in view.placement):
+        return EndStaying(reason="another node was lost meanwhile")
+    late = sorted(set(view.staying) - set(view.unwound))
+    limit_s = max(policy.unwind_s, 2 * view.slow_step_s)
+    if late and view.teardown_s > limit_s:
+        return EndStaying(reason=f"rank(s) {', '.join(map(str, late))} did not leave the step within {limit_s:.1f} s")
+    return Wait(reason="ranks are leaving the broken step") if late else None
 
 
 def backoff_s(num_fruitless: int, policy: Policy) -> float:
@@ -273,7 +405,7 @@ def _while_gathering(view: JobView, policy: Policy) -> Decision:
 def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
     if view.status == "gathering" and not view.is_gathered and view.gathering_s < policy.gather_s:
         return Wait(reason="waiting for the chosen nodes")
-    placement = choose_placement(view)
+    placement = choose_placement(view, num_nodes=choose_size(view, policy))
     if placement is None:
         if view.gathering_s > policy.spare_wait_s or all(node.is_lost or node.is_connected for node in view.nodes):
             lost = [node.component for node in view.nodes if node.is_lost]
@@ -283,6 +415,18 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
         return Wait(reason="waiting for nodes")
     if view.generation == 0:
         return Place(placement=placement, rung="first", backoff_s=0.0, reason="all nodes are there")
+    if len(placement) != len(view.placement):
+        if view.staying:
+            return EndStaying(reason="the world changes its size")
+        before, after = (len(placed) // view.procs_per_node for placed in (view.placement, placement))
+        reason = f"{after} of {view.num_nodes} nodes can be had, {before} took part before"
+        return Place(placement=placement, rung="resized", backoff_s=backoff_s, reason=reason)
+    if view.staying:
+        new = [placed for placed in placement if placed.rank not in view.staying]
+        reason = f"rank(s) {_ranks(new)} start again, the others stay" if new else "all ranks stay and connect anew"
+        return Place(
+            placement=placement, rung="in-process", backoff_s=0.0, reason=reason, staying=tuple(sorted(view.staying))
+        )
     moved = [new for new, old in zip(placement, view.placement, strict=True) if new.component != old.component]
     if moved:
         return Place(
@@ -291,6 +435,9 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
             backoff_s=backoff_s,
             reason=f"rank(s) {_ranks(moved)} move to {', '.join(sorted({placed.component for placed in moved}))}",
         )
+    if view.num_fruitless > 1 and view.rung != "in-process":
+        reason = "all ranks start again, from fresh interpreters, since the start before brought no step"
+        return Place(placement=placement, rung="cold", backoff_s=backoff_s, reason=reason)
     return Place(placement=placement, rung="standby", backoff_s=backoff_s, reason="all ranks start again from standbys")
 
 

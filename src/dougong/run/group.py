@@ -11,23 +11,37 @@ read.
 from __future__ import annotations
 
 import os
+import socket
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dougong.run.alone import Alone
+from dougong.run.place import rank_and_world_size, worker_place
 from dougong.run.worker import BrokenCollective
 
 BACKEND = "dougong"
 _TIMEOUT = timedelta(minutes=30)
+_CONNECT_S = 5.0
+_LOOK_S = 0.005
 
 
 class ReplaceableGroup(dist.ProcessGroup):
     """Passes every collective on to an inner group, which `replace` exchanges. World size and rank stay."""
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, *, inner_backend: str
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        *,
+        inner_backend: str,
+        is_newcomer: bool = False,
     ) -> None:
         super().__init__(rank, world_size)  # pyright: ignore[reportCallIssue]
         self._rank = rank
@@ -35,25 +49,53 @@ class ReplaceableGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._inner_backend = inner_backend
         self._inner: Any = None
+        self._sockets: frozenset[int] = frozenset()
+        self._lock = threading.Lock()
+        self.store = store
         self.generation = 0
-        self.replace(store, generation=0)
+        if is_newcomer:
+            self._inner = Alone(world_size)
+        else:
+            self.replace(store, generation=0)
+
+    @property
+    def is_alone(self) -> bool:
+        """Is this rank still building what its peers have built long ago?"""
+        return isinstance(self._inner, Alone)
 
     def replace(self, store: dist.Store, *, generation: int) -> None:
         """Leave the inner group and form a new one with all ranks that call this with the same store and generation."""
         self.abandon()
+        self.store = store
+        before = _sockets()
         prefixed = dist.PrefixStore(f"generation-{generation}", store)
         if self._inner_backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             self._inner = dist.ProcessGroupNCCL(prefixed, self._rank, self._world_size, options)
         else:
             self._inner = dist.ProcessGroupGloo(prefixed, self._rank, self._world_size, self._timeout)
+        self._sockets = _sockets() - before
         self.generation = generation
 
     def abandon(self) -> None:
         """Close the inner group: peers that wait in a collective with this rank get an error instead of waiting."""
-        inner, self._inner = self._inner, None
+        with self._lock:
+            inner, self._inner = self._inner, None
+            self._sockets = frozenset()  # the numbers will be given to other files
         if inner is not None and hasattr(inner, "abort"):
             inner.abort()
+
+    def cut(self) -> None:
+        """From another thread: have a collective that waits for a lost peer end with an error.
+
+        gloo has no way to end a collective from outside, so its connections are shut down; NCCL's is aborted.
+        """
+        with self._lock:
+            inner = self._inner
+            if self._inner_backend == "nccl" and hasattr(inner, "abort"):
+                inner.abort()
+            for fd in self._sockets:
+                _shut_down(fd)
 
     # the collectives that torch calls on a group; each asks for the inner one anew
 
@@ -127,7 +169,12 @@ def init_process_group(*, timeout: timedelta = _TIMEOUT) -> None:
     """
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
-    dist.init_process_group(BACKEND, timeout=timeout)
+    rank, world_size = rank_and_world_size()
+    store = join_store(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0")))
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    group = default_group()
+    assert group is not None
+    group.store = store  # torch gave it one with a prefix of its own, which those that stay do not know
 
 
 def default_group() -> ReplaceableGroup | None:
@@ -140,10 +187,52 @@ def default_group() -> ReplaceableGroup | None:
 
 def join_store(host: str, port: int) -> dist.TCPStore:
     """The store of a new generation: rank 0 holds it, the others connect."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = rank_and_world_size()
+    if rank != 0:
+        _wait_until_listening(host, port)
     return dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=_TIMEOUT, wait_for_workers=False)
+
+
+def _wait_until_listening(host: str, port: int) -> None:
+    """Look every few milliseconds: a store's client that came too early waits half a second before it tries again."""
+    deadline_s = time.monotonic() + _TIMEOUT.total_seconds()
+    while time.monotonic() < deadline_s:
+        try:
+            socket.create_connection((host, port), timeout=_CONNECT_S).close()
+            return
+        except OSError:
+            time.sleep(_LOOK_S)
 
 
 def _create(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> ReplaceableGroup:
     inner = "nccl" if torch.cuda.is_available() else "gloo"
-    return ReplaceableGroup(store, rank, world_size, timeout, inner_backend=inner)
+    place = worker_place()
+    is_newcomer = place is not None and place.is_newcomer
+    return ReplaceableGroup(store, rank, world_size, timeout, inner_backend=inner, is_newcomer=is_newcomer)
+
+
+def can_stay() -> bool:
+    """Is the default group the only one, and replaceable? Other groups would have to be formed anew by the script."""
+    return default_group() is not None and len(dist.distributed_c10d._world.pg_map) == 1
+
+
+def _sockets() -> frozenset[int]:
+    """The file descriptors of this process that are sockets."""
+    found: set[int] = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.add(int(name))
+        except OSError:  # the one of the listing itself
+            continue
+    return frozenset(found)
+
+
+def _shut_down(fd: int) -> None:
+    """End a connection so that both sides notice. A listening socket is left alone: gloo dies of that."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return

@@ -82,6 +82,12 @@ class ShardSkipped(Letter, frozen=True, kw_only=True):
     write_bytes_per_s: float
 
 
+class SaveAgain(Letter, frozen=True, kw_only=True):
+    """The script ends at this step and its checkpoint was skipped or given up: the rank would save it once more."""
+
+    step: int
+
+
 class OrderPut(Letter, frozen=True, kw_only=True):
     """To the agent alone: an order for the writer lies at `path`."""
 
@@ -130,6 +136,7 @@ WorkerLetter = (
     | ShardWritten
     | ShardFailed
     | ShardSkipped
+    | SaveAgain
     | OrderPut
     | MetadataWritten
     | ErrorRaised
@@ -163,6 +170,12 @@ class CheckpointCommitted(Letter, frozen=True, kw_only=True):
     step: int
 
 
+class Reopened(Letter, frozen=True, kw_only=True):
+    """Every rank would save this step once more, and nothing of the first attempt is left: begin."""
+
+    step: int
+
+
 class DropCheckpoint(Letter, frozen=True, kw_only=True):
     """A shard of this checkpoint failed; forget it."""
 
@@ -170,14 +183,17 @@ class DropCheckpoint(Letter, frozen=True, kw_only=True):
 
 
 class Rejoin(Letter, frozen=True, kw_only=True):
-    """To a rank that unwound: form a new group with this store, roll back to `restore_step` from memory, go on."""
+    """To a rank that unwound: roll back to this state, form a new group with this store, go on."""
 
     master_address: str
     master_port: int
+    restore_source: Literal["none", "memory", "peer", "durable"]
     restore_step: int
+    restore_generation: int = 0
+    restore_directory: str = ""
 
 
-AgentLetter = WriteMetadata | OrderDone | CheckpointCommitted | DropCheckpoint | Rejoin
+AgentLetter = WriteMetadata | OrderDone | CheckpointCommitted | DropCheckpoint | Reopened | Rejoin
 
 
 def post(box: Path, letter: Letter) -> None:

@@ -68,8 +68,10 @@ class _Field(enum.IntEnum):
     RING_COUNT = 7
     IS_ATTACHED = 8
     RESTORED_STEP = 9
+    CAN_STAY = 10
     STOP_AT_STEP = 16  # written by the agent from here on
     CONTROL_FAULT = 17
+    CUT_GENERATION = 20
 
 
 class Page:
@@ -126,6 +128,10 @@ class Page:
     def mark_attached(self) -> None:
         self._words[_Field.IS_ATTACHED] = 1
 
+    def mark_can_stay(self, *, can_stay: bool) -> None:
+        """Can this rank go on in its process when a peer is replaced?"""
+        self._words[_Field.CAN_STAY] = can_stay
+
     def mark_restored(self, *, step: int) -> None:
         self._words[_Field.RESTORED_STEP] = step
         self._words[_Field.STEP] = step
@@ -181,6 +187,10 @@ class Page:
     def is_attached(self) -> bool:
         return bool(self._words[_Field.IS_ATTACHED])
 
+    @property
+    def can_stay(self) -> bool:
+        return bool(self._words[_Field.CAN_STAY])
+
     def drain(self, *, seen: int) -> tuple[tuple[StepRecord, ...], int]:
         """The steps finished since the first `seen` ones, and the new count. Overwritten ones are lost."""
         count = self._words[_Field.RING_COUNT]
@@ -197,6 +207,20 @@ class Page:
     @stop_at_step.setter
     def stop_at_step(self, step: int) -> None:
         self._words[_Field.STOP_AT_STEP] = step
+
+    def join_generation(self, generation: int) -> int:
+        """The rank goes on in a new generation; how many records its ring has seen so far. It is told by a letter."""
+        self._words[_Field.GENERATION] = generation
+        return self._words[_Field.RING_COUNT]
+
+    @property
+    def cut_generation(self) -> int:
+        """Leave the collectives of generations up to this one: a peer is lost. 0 = none."""
+        return self._words[_Field.CUT_GENERATION]
+
+    @cut_generation.setter
+    def cut_generation(self, generation: int) -> None:
+        self._words[_Field.CUT_GENERATION] = generation
 
     def ask_fault(self, fault: ControlFault) -> None:
         self._words[_Field.CONTROL_FAULT] = fault

@@ -23,6 +23,8 @@ from dougong.run.letters import (
     OrderDone,
     OrderPut,
     Rejoin,
+    Reopened,
+    SaveAgain,
     ShardFailed,
     ShardSkipped,
     StorageCause,
@@ -92,7 +94,9 @@ class Persister:
         self._requests: queue.SimpleQueue[PersistRequest | None] = queue.SimpleQueue()
         self._is_free = threading.Event()
         self._is_free.set()
+        self._has_moved = threading.Event()
         self._busy_step = 0
+        self._skipped_step = 0
         self._write_bytes_per_s = 0.0
         self._committed: set[int] = set()
         self._abandoned: int = 0
@@ -101,10 +105,15 @@ class Persister:
         self._thread.start()
 
     def may_begin(self, step: int) -> bool:
-        """Can a durable checkpoint of `step` begin? If not it is counted as skipped. Never waits."""
+        """Can a durable checkpoint of `step` begin? Then `submit` or `release` must follow. Never waits.
+
+        If not it is counted as skipped.
+        """
         if self._is_free.is_set():
+            self._is_free.clear()
             return True
         self.num_skipped += 1
+        self._skipped_step = step
         letter = ShardSkipped(
             generation=self._place.generation,
             rank=self._place.rank,
@@ -121,9 +130,36 @@ class Persister:
         while not self._is_free.wait(_TICK_S):
             on_wait()
 
-    def submit(self, request: PersistRequest) -> None:
-        """Begin to write. `may_begin` must have said yes, or `wait_idle` returned."""
+    def begin_last(self, *, on_wait: Callable[[], None]) -> None:
+        """As `may_begin`, where the run ends here and nothing can be skipped: waits until the one before is settled."""
+        self.wait_idle(on_wait=on_wait)
         self._is_free.clear()
+
+    def begin_again(self, step: int, *, on_wait: Callable[[], None]) -> bool:
+        """As `begin_last`, for a step whose checkpoint was skipped or given up. False = not every rank came to this."""
+        self.wait_idle(on_wait=on_wait)
+        self._post(SaveAgain(generation=self._place.generation, rank=self._place.rank, step=step))
+        deadline_ns = time.monotonic_ns() + round(self._place.commit_timeout_s * 1e9)
+        while time.monotonic_ns() < deadline_ns:
+            # the thread has nothing in hand, so the inbox is this thread's to read
+            for path, letter in from_agent(self._place.node.inbox(self._place.rank)):
+                if isinstance(letter, Reopened) and letter.step == step:
+                    path.unlink(missing_ok=True)
+                    self._is_free.clear()
+                    return True
+            on_wait()
+            time.sleep(_POLL_S)
+        return False
+
+    def was_skipped(self, step: int) -> bool:
+        return step == self._skipped_step
+
+    def release(self) -> None:
+        """Nothing is to be written after all: there was no snapshot."""
+        self._is_free.set()
+
+    def submit(self, request: PersistRequest) -> None:
+        """Have the writer write it. `may_begin` must have said yes."""
         self._busy_step = request.step
         self._files.pin(request.index)
         self._requests.put(request)
@@ -133,8 +169,9 @@ class Persister:
         self._abandoned = self._place.generation
         self._place = place
         self._planner = ShardPlanner(rank=place.rank, world_size=place.world_size)
+        self._has_moved.clear()
         self._requests.put(None)
-        self._is_free.wait(_LOOK_S)
+        self._has_moved.wait(_LOOK_S)
 
     def wait_committed(self, *, step: int, on_wait: Callable[[], None] = lambda: None) -> bool:
         """Until the checkpoint of `step` exists; False if it never will: a shard failed, or the time-out is over."""
@@ -147,6 +184,8 @@ class Persister:
         while True:
             request = self._requests.get()
             if request is None:
+                self._is_free.set()
+                self._has_moved.set()
                 continue
             now_ns = time.monotonic_ns()
             hand = _InHand(request=request, place=self._place, began_ns=now_ns, sign_ns=now_ns)
@@ -192,7 +231,7 @@ class Persister:
 
     def _is_settled(self, hand: _InHand) -> bool:
         for path, letter in from_agent(hand.place.node.inbox(hand.place.rank)):
-            if isinstance(letter, Rejoin):
+            if isinstance(letter, Rejoin | Reopened):
                 continue
             path.unlink(missing_ok=True)
             if letter.step != hand.step or letter.generation != hand.place.generation:
@@ -296,6 +335,6 @@ class Persister:
         )
         self._post(letter)
 
-    def _post(self, letter: ShardFailed | ShardSkipped) -> None:
+    def _post(self, letter: ShardFailed | ShardSkipped | SaveAgain) -> None:
         with contextlib.suppress(OSError):  # full shared memory must not stop training for the sake of a word
             post(self._place.node.outbox(self._place.rank), letter)

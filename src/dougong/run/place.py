@@ -35,6 +35,10 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     wants_peak: bool
     is_chaos: bool
     checkpoint_key: str = ""
+    restore_generation: int = 0
+    """The generation that wrote the memory checkpoint; 0 = the newest that has the step."""
+    is_newcomer: bool = False
+    """Its peers stayed in their processes: it builds its model alone and joins them when the steps begin."""
 
     @property
     def run(self) -> RunDirectory:
@@ -82,6 +86,8 @@ def place_of(
         wants_peak=launch.generation == 1 and settings.peak_flop_per_s is None,
         is_chaos=settings.is_chaos,
         checkpoint_key=settings.checkpoint_key,
+        restore_generation=launch.restore.generation,
+        is_newcomer=bool(launch.staying),
     )
 
 

@@ -32,6 +32,16 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for a node when none is left to take a lost one's place."""
     teardown_s: float = 10.0
     """How long the workers of a node may take to die before the node counts as lost."""
+    is_in_process: bool = True
+    """May ranks that are well stay in their processes while a lost one is replaced?"""
+    unwind_s: float = 5.0
+    """How long they may take to leave their broken step (or twice their slow step, if that is longer)."""
+    rejoin_s: float = 120.0
+    """How long a recovery in the process may take before all ranks are started anew."""
+    shrink_wait_s: float = 10.0
+    """How long to wait for a node that may still come before going on with fewer (`--nnodes MIN:MAX`)."""
+    grow_wait_s: float = 10.0
+    """How long a job with fewer nodes runs before it takes in one that is free."""
 
 
 class HangRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +56,7 @@ class HangRule(msgspec.Struct, frozen=True, kw_only=True):
     outside_step_s: float = 60.0
     active_s: float = 600.0
     stopped_s: float = 1.0
-    unwound_s: float = 1.5
+    unwound_s: float = 3.0
 
 
 class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +107,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The file of the key that encrypts durable checkpoints, on every node; "" = they are plain."""
     lock_key: str = ""
     """The file of the owner's key of retention locks, where the controller runs; "" = only time opens them."""
+    min_nodes: int = 0
+    """With how few nodes the job may go on; 0 = with all of them only."""
 
     @property
     def world_size(self) -> int:

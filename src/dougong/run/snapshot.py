@@ -4,11 +4,15 @@ The files belong to the node, not to the worker, so they outlive it. A buffer is
 and valid, with its checksum, after; the other one stays valid meanwhile. So a worker killed at any moment leaves the
 newest or the one before.
 
+A worker that starts again may *adopt* the buffer it is restored from: its tensors then live there, without a copy, and
+a third buffer takes its place among the two.
+
 This module knows bytes only. What they mean is in `dougong.run.state`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
@@ -24,6 +28,9 @@ _SLOT = struct.Struct("<QQQQ16s")  # step, generation, world_size, bytes, xxh3-1
 _SLOT_BYTES = 256
 _CRC = struct.Struct("<I")
 _ALIGN_BYTES = 4096
+_INDICES = (0, 1, 2)
+_MADV_POPULATE_WRITE = 23
+_POPULATE_BYTES = 8 * 2**20
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,12 +45,14 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotFiles:
-    """The two buffers of one rank, for writing by its worker or reading by anyone on the node."""
+    """The buffers of one rank, for writing by its worker or reading by anyone on the node."""
 
     def __init__(self, prefix: Path) -> None:
         self._prefix = prefix
         self._buffers: dict[int, mmap.mmap] = {}
         self._pinned: int | None = None
+        self._adopted: int | None = None
+        self._touched: dict[int, mmap.mmap] = {}
 
     def reserve(self, num_bytes: int) -> None:
         """Have both buffers hold `num_bytes`, with the memory really there. Raises OSError (ENOSPC) if it is not.
@@ -51,7 +60,7 @@ class SnapshotFiles:
         Fallocate first: writing into a hole of a full tmpfs would kill the process with SIGBUS.
         """
         size = -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        for index in (0, 1):
+        for index in self._rotation():
             if index in self._buffers and len(self._buffers[index]) >= num_bytes:
                 continue
             fd = os.open(self.path(index), os.O_RDWR | os.O_CREAT, 0o600)
@@ -62,18 +71,43 @@ class SnapshotFiles:
             finally:
                 os.close(fd)
 
+    def touch(self) -> None:
+        """Enter the buffers' pages into this process's page table, without holding the interpreter up."""
+        for index in self._rotation():
+            if self._touched.get(index) is not self._buffers[index]:
+                _populate(self._buffers[index])
+                self._touched[index] = self._buffers[index]
+
     def pin(self, index: int | None) -> None:
         """Keep a buffer from being written over while it is being persisted."""
         self._pinned = index
 
     def next_index(self) -> int:
         """The buffer to write next: not the pinned one, else the older."""
-        if self._pinned is not None:
-            return 1 - self._pinned
-        valid = self.slots()
-        return 1 - valid[0].index if valid else 0
+        newest = [slot.index for slot in self.slots()[:1]] if self._pinned is None else [self._pinned]
+        return next(index for index in self._rotation() if index not in newest)
+
+    def adopt(self, slot: Slot) -> memoryview:
+        """The verified bytes of a snapshot, from now on this process's own to change. Raises CheckpointDamaged.
+
+        The snapshot stays valid until `void`, which must come before the first change.
+        """
+        if not self.is_whole(slot):
+            raise CheckpointDamaged(str(self.path(slot.index)), reason="checksum differs (xxh3-128)")
+        self._adopted = slot.index
+        return self._mapped(slot)
+
+    @property
+    def adopted_index(self) -> int | None:
+        """The buffer in which this process's tensors live."""
+        return self._adopted
+
+    def give_back(self) -> None:
+        """No tensor lives in the adopted buffer any more."""
+        self._adopted = None
 
     def path(self, index: int) -> Path:
+        """The file of a buffer."""
         return self._prefix.with_name(f"{self._prefix.name}.buf{index}")
 
     def buffer(self, index: int) -> memoryview:
@@ -99,7 +133,7 @@ class SnapshotFiles:
             content = self._page_path().read_bytes()
         except FileNotFoundError:
             return ()
-        found = [slot for index in (0, 1) if (slot := _parse(content, index)) is not None]
+        found = [slot for index in _INDICES if (slot := _parse(content, index)) is not None]
         return tuple(sorted(found, key=lambda slot: (slot.generation, slot.step), reverse=True))
 
     def is_whole(self, slot: Slot) -> bool:
@@ -110,14 +144,22 @@ class SnapshotFiles:
             return False
         return xxhash.xxh3_128_digest(view) == slot.digest
 
-    def read(self, *, step: int) -> memoryview:
-        """The verified bytes of the snapshot of `step`. Raises CheckpointDamaged."""
+    def find(self, *, step: int, generation: int = 0) -> Slot:
+        """The slot of a step, of one generation or (0) the newest that has it. Raises CheckpointDamaged."""
         for slot in self.slots():
-            if slot.step == step:
-                if not self.is_whole(slot):
-                    raise CheckpointDamaged(str(self.path(slot.index)), reason="checksum differs (xxh3-128)")
-                return self._mapped(slot)
+            if slot.step == step and generation in (0, slot.generation):
+                return slot
         raise CheckpointDamaged(str(self._prefix), reason=f"no valid memory checkpoint of step {step}")
+
+    def read(self, *, step: int, generation: int = 0) -> memoryview:
+        """The verified bytes of the snapshot of `step`. Raises CheckpointDamaged."""
+        return self.read_slot(self.find(step=step, generation=generation))
+
+    def read_slot(self, slot: Slot) -> memoryview:
+        """The verified bytes of a snapshot. Raises CheckpointDamaged."""
+        if not self.is_whole(slot):
+            raise CheckpointDamaged(str(self.path(slot.index)), reason="checksum differs (xxh3-128)")
+        return self._mapped(slot)
 
     def _mapped(self, slot: Slot) -> memoryview:
         if slot.index not in self._buffers or len(self._buffers[slot.index]) < slot.num_bytes:
@@ -137,8 +179,29 @@ class SnapshotFiles:
         finally:
             os.close(fd)
 
+    def _rotation(self) -> tuple[int, int]:
+        """The two buffers that take turns."""
+        first, second = [index for index in _INDICES if index != self._adopted][:2]
+        return first, second
+
     def _page_path(self) -> Path:
         return self._prefix.with_name(f"{self._prefix.name}.commit")
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """madvise(MADV_POPULATE_WRITE), Linux 5.14; an older one faults the pages in as they are used.
+
+    In pieces: during each, no thread of the process can map or unmap memory.
+    """
+    anchor = ctypes.c_char.from_buffer(mapping)
+    libc = ctypes.CDLL(None)
+    try:
+        for offset in range(0, len(mapping), _POPULATE_BYTES):
+            length = min(_POPULATE_BYTES, len(mapping) - offset)
+            address = ctypes.c_void_p(ctypes.addressof(anchor) + offset)
+            libc.madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+    finally:
+        del anchor
 
 
 def _parse(content: bytes, index: int) -> Slot | None:

@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dougong.errors import UserError
 from dougong.run.extent import Extent
-from dougong.run.snapshot import SnapshotFiles
-from dougong.run.tree import Leaf, assemble, dismantle
+from dougong.run.tree import Leaf, assemble
 
 _ALIGN_BYTES = 64
 _PAGE_BYTES = 4096
@@ -92,31 +91,22 @@ def put_back(tree: Mapping[str, Any], parts: Mapping[str, Any]) -> Progress:
     return msgspec.convert(tree["progress"], Progress)
 
 
-def write_snapshot(
-    files: SnapshotFiles, tree: Mapping[str, Any], *, step: int, generation: int, world_size: int
-) -> tuple[int, int]:
-    """Copy the state into the buffer that is free; (its index, its bytes). Raises OSError if there is no memory."""
-    skeleton, leaves = dismantle(tree, is_leaf=_is_array)
-    records, num_payload = _lay_out(leaves)
-    head = msgspec.msgpack.encode(SnapshotTable(skeleton, records))
-    start = _aligned(_LENGTH.size + len(head), to_bytes=_PAGE_BYTES)
-    files.reserve(start + num_payload)
-    index = files.next_index()
-    files.void(index)
-    buffer = files.buffer(index)
+def payload_start(head_bytes: int) -> int:
+    """Where the leaves begin behind a table of that size: on a page."""
+    return aligned_to_page(_LENGTH.size + head_bytes)
+
+
+def write_head(buffer: memoryview, head: bytes) -> None:
+    """The table at the beginning of a buffer; the payload starts on the next page."""
     _LENGTH.pack_into(buffer, 0, len(head))
     buffer[_LENGTH.size : _LENGTH.size + len(head)] = head
-    for leaf, record in zip(leaves, records, strict=True):
-        _copy_in(buffer, start + record.offset_bytes, leaf.value, record)
-    files.publish(index, step=step, generation=generation, world_size=world_size, num_bytes=start + num_payload)
-    return index, start + num_payload
 
 
 def read_table(buffer: memoryview) -> tuple[SnapshotTable, int]:
     """The table of a snapshot, and where its payload starts."""
     (length,) = _LENGTH.unpack_from(buffer, 0)
     table = msgspec.msgpack.decode(buffer[_LENGTH.size : _LENGTH.size + length], type=SnapshotTable)
-    return table, _aligned(_LENGTH.size + length, to_bytes=_PAGE_BYTES)
+    return table, payload_start(length)
 
 
 def read_tree(buffer: memoryview) -> dict[str, Any]:
@@ -200,14 +190,14 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all([item.clone() for item in state["cuda"]])
 
 
-def _is_array(value: object) -> bool:
+def is_array(value: object) -> bool:
     """Is it a block of plain numbers? Sparse and quantized tensors and arrays of objects are not."""
     if isinstance(value, torch.Tensor):
         return value.layout == torch.strided and not value.is_quantized
     return isinstance(value, numpy.ndarray) and cast("Any", value).dtype.kind in "biufcmMSU"
 
 
-def _lay_out(leaves: tuple[Leaf, ...]) -> tuple[tuple[TensorRecord, ...], int]:
+def lay_out(leaves: tuple[Leaf, ...]) -> tuple[tuple[TensorRecord, ...], int]:
     records: list[TensorRecord] = []
     offset = 0
     for leaf in leaves:
@@ -223,15 +213,20 @@ def _lay_out(leaves: tuple[Leaf, ...]) -> tuple[tuple[TensorRecord, ...], int]:
     return tuple(records), offset
 
 
-def _copy_in(buffer: memoryview, start: int, value: Any, record: TensorRecord) -> None:
+def copy_in(buffer: memoryview, start: int, value: Any, record: TensorRecord, *, is_blocking: bool = True) -> None:
+    """Copy a leaf to its place behind `start`. Not blocking: only started, on the current stream of its device."""
     if record.num_bytes == 0:
         return
-    raw = buffer[start : start + record.num_bytes]
+    raw = buffer[start + record.offset_bytes : start + record.offset_bytes + record.num_bytes]
     if record.kind == "numpy":
         raw[:] = numpy.ascontiguousarray(value).tobytes()
         return
     target = torch.frombuffer(raw, dtype=value.dtype).reshape(value.shape)
-    target.copy_(value.detach())
+    target.copy_(value.detach(), non_blocking=not is_blocking)
+
+
+def aligned_to_page(num_bytes: int) -> int:
+    return _aligned(num_bytes, to_bytes=_PAGE_BYTES)
 
 
 def _aligned(num_bytes: int, *, to_bytes: int = _ALIGN_BYTES) -> int:

@@ -45,6 +45,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     quiet_s: float
     activity: Activity
     is_attached: bool
+    can_stay: bool = False
+    """Could it go on in its process when a peer is replaced?"""
 
 
 class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +134,10 @@ class LaunchFailed(ToController, frozen=True, kw_only=True):
 
 
 class Killed(ToController, frozen=True, kw_only=True):
-    """No worker of a generation up to this one lives on the node; its memory checkpoints were verified."""
+    """No worker of a generation up to this one lives on the node, but those that were to stay.
+
+    `snapshots`: the memory checkpoints there; their bytes are verified by the rank that reads them.
+    """
 
     generation: int
     snapshots: tuple[SnapshotStatus, ...]
@@ -164,6 +169,8 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     directory: str = ""
     reason: str = ""
+    generation: int = 0
+    """That wrote a memory checkpoint."""
 
 
 class Welcome(ToAgent, frozen=True, kw_only=True):
@@ -184,13 +191,21 @@ class Launch(ToAgent, frozen=True, kw_only=True):
     master_address: str
     master_port: int
     restore: Restore
+    staying: tuple[int, ...] = ()
+    """Ranks of the job that go on in their processes. Those among `ranks` get a `Rejoin` letter instead of a start."""
+    is_cold: bool = False
+    """Start from a fresh interpreter, not from one that has been there for long."""
 
 
 class Kill(ToAgent, frozen=True, kw_only=True):
-    """End all workers of generations up to this one, at once. With `grace_s`, SIGTERM comes first."""
+    """End all workers of generations up to this one, at once. With `grace_s`, SIGTERM comes first.
+
+    Ranks in `staying` are not ended; they are told to leave their collectives.
+    """
 
     generation: int
     grace_s: float = 0.0
+    staying: tuple[int, ...] = ()
 
 
 class TakeStacks(ToAgent, frozen=True, kw_only=True):

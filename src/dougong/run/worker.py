@@ -47,7 +47,7 @@ def run_worker(request: ForkRequest) -> int:
     except SystemExit as leaving:
         return _leave(page, place, _exit_code(leaving))
     except BaseException as error:
-        _report(place, error)
+        _report(place, page, error)
         return 1
     return _leave(page, place, 0)
 
@@ -125,7 +125,7 @@ def _watch_optimizer(page: Page, place: WorkerPlace) -> None:
 
 def _leave(page: Page, place: WorkerPlace, exit_code: int) -> int:
     page.enter(Phase.DONE, now_ns=time.monotonic_ns())
-    letter = ScriptEnded(generation=place.generation, rank=place.rank, exit_code=exit_code, step=page.step)
+    letter = ScriptEnded(generation=page.generation, rank=place.rank, exit_code=exit_code, step=page.step)
     with contextlib.suppress(OSError):  # no memory for a letter; the exit code says the same
         post(place.node.outbox(place.rank), letter)
     return exit_code
@@ -140,13 +140,16 @@ def _exit_code(leaving: SystemExit) -> int:
     return 1
 
 
-def _report(place: WorkerPlace, error: BaseException) -> None:
-    """Write the traceback to the log and, as a letter, to the agent; only the user's frames."""
+def _report(place: WorkerPlace, page: Page, error: BaseException) -> None:
+    """Write the traceback to the log and, as a letter, to the agent; only the user's frames.
+
+    The page knows the generation that the rank belongs to by now; its place is that of its start.
+    """
     text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
     sys.stderr.write(text)
     sys.stderr.flush()
     letter = ErrorRaised(
-        generation=place.generation,
+        generation=page.generation,
         rank=place.rank,
         time_ns=time.time_ns(),
         error=f"{type(error).__name__}: {error}",

@@ -49,6 +49,15 @@ class ZygoteLink:
             )
         self._spawn(self._hear(self._process))
 
+    async def renew(self) -> None:
+        """End this zygote, so that the next fork comes from a fresh interpreter."""
+        old = self._process
+        if old is not None and old.returncode is None:
+            old.kill()
+            await old.wait()
+        while self._process is old:
+            await asyncio.sleep(_POLL_S)
+
     async def fork(self, *, variables: dict[str, str], log_path: Path) -> int:
         """The pid of a new worker. Raises ConnectionError if the zygote dies over it."""
         if self._process is None or self._process.stdin is None:

@@ -40,6 +40,7 @@ from dougong.event.kinds import (
     WarningRaised,
     WebhookSent,
     WorkerLost,
+    WorldResized,
 )
 from dougong.score.accounts import DOWN_PHASES, Accounts, Phase
 from dougong.score.interruption import Interruption, take_matching_fault
@@ -144,6 +145,7 @@ class JobFold:
                 | AgentLost()
                 | AgentReturned()
                 | ControllerStarted()
+                | WorldResized()
                 | WebhookSent()
                 | WarningRaised()
                 | StorageFailing()

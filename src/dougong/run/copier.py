@@ -1,0 +1,131 @@
+"""Copies the state into shared memory beside training, in a thread, with a fence before the optimizer's next step."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from dougong.run.capture import Capture
+from dougong.run.snapshot import Slot, SnapshotFiles
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """How a copy went. `slot` None = it is no snapshot, and why."""
+
+    slot: Slot | None
+    reason: str = ""
+    is_changed: bool = False
+    """Something changed the state while it was copied."""
+
+
+class CopyJob(msgspec.Struct, kw_only=True):
+    """What to copy and under which name. `replaces`: this buffer is void once the copy is published."""
+
+    capture: Capture
+    step: int
+    generation: int
+    world_size: int
+    on_done: Callable[[Done], None]
+    replaces: int | None = None
+
+
+class Copier:
+    """One copy at a time. `fence` holds the optimizer up until the state may change again."""
+
+    def __init__(self, files: SnapshotFiles) -> None:
+        self._files = files
+        self._jobs: queue.SimpleQueue[CopyJob | int] = queue.SimpleQueue()
+        self._may_change = threading.Event()
+        self._is_idle = threading.Event()
+        self._may_change.set()
+        self._is_idle.set()
+        self._fence_ns = 0
+        self._thread = threading.Thread(target=self._work, name="dougong-copy", daemon=True)
+        self._thread.start()
+
+    def begin(self, job: CopyJob) -> None:
+        """Start to copy; the copy before must be done (`wait`)."""
+        assert self._is_idle.is_set()
+        self._is_idle.clear()
+        self._may_change.clear()
+        self._jobs.put(job)
+
+    def make_room(self, num_bytes: int) -> None:
+        """Have the buffers' memory allocated beforehand: fresh pages cost several times the copy itself."""
+        self.wait()
+        self._is_idle.clear()
+        self._jobs.put(num_bytes)
+
+    def fence(self) -> None:
+        """Return when the state may be changed. The time it took is in `take_fence_ns`."""
+        if self._may_change.is_set():
+            return
+        began_ns = time.monotonic_ns()
+        self._may_change.wait()
+        self._fence_ns += time.monotonic_ns() - began_ns
+
+    def take_fence_ns(self) -> int:
+        """How long training has waited at the fence since this was last asked."""
+        waited_ns, self._fence_ns = self._fence_ns, 0
+        return waited_ns
+
+    def wait(self) -> None:
+        """Until nothing is being copied."""
+        self._is_idle.wait()
+
+    @property
+    def is_idle(self) -> bool:
+        return self._is_idle.is_set()
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if isinstance(job, int):
+                self._reserve(job)
+                self._is_idle.set()
+                continue
+            done = Done(slot=None)
+            try:
+                done = self._copy(job)
+            except OSError as error:
+                done = Done(slot=None, reason=f"no shared memory for it: {error.strerror} (df -h /dev/shm)")
+            except (RuntimeError, ValueError) as error:
+                done = Done(slot=None, reason=str(error))
+            finally:
+                if done.slot is None and job.replaces is not None:
+                    self._files.void(job.replaces)  # it is about to be trained in
+                self._may_change.set()
+                try:
+                    job.on_done(done)
+                finally:
+                    self._is_idle.set()
+
+    def _reserve(self, num_bytes: int) -> None:
+        try:
+            self._files.reserve(num_bytes)
+            self._files.touch()
+        except OSError:
+            return  # the copy will say so
+
+    def _copy(self, job: CopyJob) -> Done:
+        files, capture = self._files, job.capture
+        files.reserve(capture.num_bytes)
+        files.touch()
+        index = files.next_index()
+        files.void(index)
+        capture.write(files.buffer(index))
+        changed = capture.changed_meanwhile()
+        if changed:
+            return Done(slot=None, reason=f"{changed} was changed while it was copied", is_changed=True)
+        if job.replaces is None:
+            self._may_change.set()
+        slot = files.publish(
+            index, step=job.step, generation=job.generation, world_size=job.world_size, num_bytes=capture.num_bytes
+        )
+        if job.replaces is not None:
+            files.void(job.replaces)
+        return Done(slot=slot)

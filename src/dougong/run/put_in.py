@@ -1,0 +1,108 @@
+"""Puts a snapshot back into the tensors that are there, or lets the tensors live in the snapshot's own memory.
+
+A copy into memory that is mapped already runs at the speed of memory. A new process has no such memory yet, and fresh
+pages cost several times the copy; so there the tensors are made views of the buffer, which is then this process's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from dougong.run.capture import fenced_storages
+from dougong.run.state import Progress, gather, is_array, read_table, view_of
+from dougong.run.tree import Leaf, assemble, dismantle
+
+
+def tree_in_place(buffer: memoryview, parts: Mapping[str, Any], *, is_adopted: bool) -> dict[str, Any]:
+    """The state tree of a snapshot, in which what training changes in place is already where it belongs.
+
+    Leaves that have a live counterpart of the same kind are copied into it, or made its memory, and stand in the tree
+    as the live tensor, so that loading the tree finds nothing left to copy. The others are copies.
+    """
+    table, start = read_table(buffer)
+    live = _live_tensors(parts)
+    fenced = fenced_storages(parts)
+    leaves: list[Any] = []
+    for record in table.records:
+        saved = view_of(buffer, start, record)
+        target = live.get(record.path)
+        if isinstance(saved, torch.Tensor) and target is not None and _is_same_kind(saved, target):
+            is_own = is_adopted and _address(target) in fenced and target.device.type == "cpu"
+            _fill(target, saved, is_adopted=is_own)
+            leaves.append(target)
+        elif is_adopted and record.kind == "torch" and record.path[:2] == ("optimizer", "state"):
+            leaves.append(saved)
+        else:
+            leaves.append(saved.clone() if isinstance(saved, torch.Tensor) else saved)
+    return cast("dict[str, Any]", assemble(table.skeleton, leaves))
+
+
+def move_out(parts: Mapping[str, Any], buffer: memoryview) -> None:
+    """Give every tensor that lives in `buffer` memory of its own."""
+    whole = torch.frombuffer(buffer, dtype=torch.uint8)
+    first = whole.data_ptr()
+    last = first + whole.numel()
+    for tensor in _all_tensors(parts):
+        if tensor.device.type == "cpu" and first <= tensor.data_ptr() < last:
+            tensor.data = tensor.data.clone()
+
+
+def _live_tensors(parts: Mapping[str, Any]) -> dict[tuple[str | int, ...], torch.Tensor]:
+    """The tensors of the model and the optimizer's state by their path; parameters as such, so that a copy onto
+    themselves is seen to be none."""
+    tree = gather(
+        {name: part for name, part in parts.items() if name in ("model", "optimizer")},
+        data=None,
+        progress=Progress(step=0, num_tokens=0),
+    )
+    leaves: tuple[Leaf, ...] = ()
+    for name in ("model", "optimizer"):
+        if name in tree:
+            leaves += dismantle({name: tree[name]}, is_leaf=is_array)[1]
+    model: Any = parts.get("model")
+    parameters = {}
+    if isinstance(model, torch.nn.Module):
+        parameters = {_key(parameter): parameter for parameter in model.parameters()}
+    return {
+        leaf.path: parameters.get(_key(leaf.value), leaf.value)
+        for leaf in leaves
+        if isinstance(leaf.value, torch.Tensor) and leaf.path[:2] != ("optimizer", "param_groups")
+    }
+
+
+def _fill(target: torch.Tensor, saved: torch.Tensor, *, is_adopted: bool) -> None:
+    if is_adopted and target.is_contiguous() and target.untyped_storage().nbytes() == saved.nbytes:
+        target.data = saved
+        return
+    with torch.no_grad():
+        target.copy_(saved)
+
+
+def _is_same_kind(saved: torch.Tensor, target: torch.Tensor) -> bool:
+    return type(target) in (torch.Tensor, torch.nn.Parameter) and (
+        saved.dtype == target.dtype and saved.shape == target.shape and not target.is_meta
+    )
+
+
+def _key(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    return (
+        (tensor.data_ptr(), tensor.shape) if type(tensor) in (torch.Tensor, torch.nn.Parameter) else (0, tensor.shape)
+    )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _all_tensors(parts: Mapping[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    model, optimizer = cast("Any", parts.get("model")), parts.get("optimizer")
+    if isinstance(model, torch.nn.Module):
+        found.extend(model.parameters())
+    if isinstance(optimizer, torch.optim.Optimizer):
+        states = cast("dict[Any, dict[str, Any]]", optimizer.state).values()
+        found.extend(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+    return found
