@@ -24,7 +24,10 @@ LOCK_HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}(?: \\)?")
 FRAGMENT = re.compile(r"(?:\d+|\+[a-z0-9-]+)(?:\.\d+)?\.(?:added|changed|fixed|removed)\.md")
 
 # Files that torch types too loosely for strict checking. They begin with `# pyright: standard`.
-TORCH_HEAVY = re.compile(r"src/dougong/run/(?:attach|worker|restore|dcp|group|alone|reducers)\w*\.py")
+TORCH_HEAVY = re.compile(
+    r"src/dougong/run/(?:attach|worker|restore|dcp|group|alone|reducers|sharding|reshard|shared_read|optimizer_state)"
+    r"\w*\.py"
+)
 
 
 @cache

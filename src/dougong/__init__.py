@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dougong.run.attach import attach as attach
+    from dougong.run.global_batches import GlobalBatches as GlobalBatches
     from dougong.run.group import init_process_group as init_process_group
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "attach", "init_process_group"]
-_LAZY = {"attach": "dougong.run.attach", "init_process_group": "dougong.run.group"}
+__all__ = ["GlobalBatches", "__version__", "attach", "init_process_group"]
+_LAZY = {
+    "GlobalBatches": "dougong.run.global_batches",
+    "attach": "dougong.run.attach",
+    "init_process_group": "dougong.run.group",
+}
 
 
 def __getattr__(name: str) -> Any:

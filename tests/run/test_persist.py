@@ -30,8 +30,8 @@ from dougong.run.letters import (
 )
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace
+from dougong.run.sharding import Sharding
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.state import Replication
 from dougong.run.write_order import order_path
 from dougong.run.writer import Writer, WriterSettings
 from tests.run.runs import wait_for
@@ -69,12 +69,9 @@ class Bench:
     def submit(self, step: int, *, num_values: int = 50_000) -> None:
         assert self.persister.may_begin(step)
         tree = {"model": {"w": torch.full((num_values,), float(step))}}
-        index, num_bytes = write_snapshot(self.files, tree, step=step, generation=1, world_size=1)
-        self.persister.submit(
-            PersistRequest(
-                index=index, num_bytes=num_bytes, step=step, stall_s=0.0, replication=Replication(is_replicated=True)
-            )
-        )
+        sharding = Sharding({}, rank=0, world_size=1, replicated_over=range(1))
+        index, num_bytes = write_snapshot(self.files, tree, step=step, generation=1, world_size=1, sharding=sharding)
+        self.persister.submit(PersistRequest(index=index, num_bytes=num_bytes, step=step, stall_s=0.0))
 
     def told(self, kind: type[WorkerLetter]) -> list[WorkerLetter]:
         letters = [read_from_worker(path) for path in unread(self.node.outbox(0))]
@@ -164,7 +161,7 @@ def test_the_buffer_is_kept_until_it_is_written_and_free_after(bench: Bench) -> 
     pinned = bench.files.next_index()
     for step in (6, 7, 8):
         tree = {"model": {"w": torch.full((50_000,), float(step))}}
-        index, _ = write_snapshot(bench.files, tree, step=step, generation=1, world_size=1)
+        index, _ = write_snapshot(bench.files, tree, step=step, generation=1, world_size=1, sharding=None)
         assert index == pinned
     bench.serve()
     wait_for(lambda: bench.files.next_index() != pinned)

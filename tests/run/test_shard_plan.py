@@ -16,19 +16,19 @@ from dougong.run.dcp_shard import write_metadata
 from dougong.run.extent import Extent
 from dougong.run.manifest import ItemRecord, LocalPlace
 from dougong.run.shard_plan import ShardPlanner
+from dougong.run.sharding import Sharding
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.state import Replication, read_table
+from dougong.run.state import read_table
 from dougong.run.write_files import write_files
 from dougong.run.write_order import Given, Stretch
 
 ALONE = "ignore:torch.distributed is disabled:UserWarning"
-EVERYWHERE = Replication(is_replicated=True)
-NOWHERE = Replication(is_replicated=False)
 
 
 def buffer_of(tree: dict[str, Any], prefix: Path) -> memoryview:
     files = SnapshotFiles(prefix)
-    index, num_bytes = write_snapshot(files, tree, step=1, generation=1, world_size=1)
+    sharding = Sharding({}, rank=0, world_size=1, replicated_over=range(1))
+    index, num_bytes = write_snapshot(files, tree, step=1, generation=1, world_size=1, sharding=sharding)
     return files.buffer(index)[:num_bytes]
 
 
@@ -46,11 +46,11 @@ def with_extents(buffer: memoryview, extents: dict[tuple[str | int, ...], Extent
     return memoryview(whole)
 
 
-def checkpoint(directory: Path, buffers: list[memoryview], *, replication: Replication = NOWHERE) -> list[ItemRecord]:
+def checkpoint(directory: Path, buffers: list[memoryview]) -> list[ItemRecord]:
     """A durable checkpoint of as many ranks as there are buffers."""
     items: list[ItemRecord] = []
     for rank, buffer in enumerate(buffers):
-        plan = ShardPlanner(rank=rank, world_size=len(buffers)).plan(buffer, replication=replication)
+        plan = ShardPlanner(rank=rank).plan(buffer)
         write_files(plan.files, buffer, place=LocalPlace(), directory=str(directory))
         items += plan.items
     write_metadata(items, place=LocalPlace(), directory=str(directory))
@@ -146,7 +146,7 @@ def test_a_record_made_without_its_payload_reads_as_the_tensor(
 def test_the_bytes_of_large_tensors_are_not_copied_and_begin_on_a_block_of_the_file(tmp_path: Path) -> None:
     tree = {"model": {f"w{i}": torch.rand(40_000 + i) for i in range(5)}}
     buffer = buffer_of(tree, tmp_path / "r")
-    plan = ShardPlanner(rank=0, world_size=1).plan(buffer, replication=EVERYWHERE)
+    plan = ShardPlanner(rank=0).plan(buffer)
     at = 0
     num_stretches = 0
     for segment in plan.files[0].segments:
@@ -169,22 +169,22 @@ def test_a_plan_is_kept_until_the_shapes_change(tmp_path: Path, monkeypatch: pyt
         return real(*arguments, **rest)
 
     monkeypatch.setattr(shard_plan, "_layout", counting)
-    planner = ShardPlanner(rank=0, world_size=1)
+    planner = ShardPlanner(rank=0)
     for step, width in enumerate((100, 100, 100, 101, 101)):
         tree = {"model": {"w": torch.rand(width)}, "optimizer": {"lr": 0.1 * step}, "progress": {"step": step}}
-        plan = planner.plan(buffer_of(tree, tmp_path / f"r{step}"), replication=EVERYWHERE)
+        plan = planner.plan(buffer_of(tree, tmp_path / f"r{step}"))
         assert len(plan.items) == 2
     assert len(made) == 2
 
 
 def test_what_changes_from_step_to_step_is_in_every_plan_anew(tmp_path: Path) -> None:
-    from dougong.run.dcp_shard import read_state
+    from dougong.run.dcp_read import read_state
 
-    planner = ShardPlanner(rank=0, world_size=1)
+    planner = ShardPlanner(rank=0)
     for step in (1, 2):
         tree = {"model": {"w": torch.full((9,), float(step))}, "optimizer": {"lr": 0.1 * step}, "rng": {"at": step}}
         buffer = buffer_of(tree, tmp_path / f"r{step}")
-        plan = planner.plan(buffer, replication=EVERYWHERE)
+        plan = planner.plan(buffer)
         directory = tmp_path / f"step{step}"
         write_files(plan.files, buffer, place=LocalPlace(), directory=str(directory))
         write_metadata(plan.items, place=LocalPlace(), directory=str(directory))
@@ -194,7 +194,5 @@ def test_what_changes_from_step_to_step_is_in_every_plan_anew(tmp_path: Path) ->
 
 def test_the_switch_of_torch_save_for_checksums_stays_as_the_script_set_it(tmp_path: Path) -> None:
     before = torch.serialization.get_crc32_options()
-    ShardPlanner(rank=0, world_size=1).plan(
-        buffer_of({"model": {"w": torch.rand(3, 7, 11)}}, tmp_path / "r"), replication=EVERYWHERE
-    )
+    ShardPlanner(rank=0).plan(buffer_of({"model": {"w": torch.rand(3, 7, 11)}}, tmp_path / "r"))
     assert torch.serialization.get_crc32_options() is before is True

@@ -22,13 +22,14 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from dougong.errors import CheckpointDamaged, UserError
 from dougong.run import manifest
 from dougong.run.capture import Capture, fenced_storages
 from dougong.run.copier import Copier, CopyJob, Done
 from dougong.run.data_position import DataPosition
-from dougong.run.dcp_shard import read_state
+from dougong.run.dcp_read import DurableState
 from dougong.run.group import ReplaceableGroup, can_stay, default_group, join_store
 from dougong.run.letters import (
     ModelFound,
@@ -46,9 +47,11 @@ from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
 from dougong.run.put_in import move_out, tree_in_place
 from dougong.run.reducers import renew_reducers
+from dougong.run.reshard import state_for
 from dougong.run.sealed import UnsealedPlace, load_sealer
+from dougong.run.sharding import Sharding, ranks_of
 from dougong.run.snapshot import Slot, SnapshotFiles
-from dougong.run.state import Progress, Replication, gather, num_parameters, put_back, replication
+from dougong.run.state import Progress, gather, num_parameters, put_back
 from dougong.run.watch import Watch
 from dougong.run.worker import do_control_fault, is_broken_collective
 
@@ -73,6 +76,8 @@ def attach(
     data: Any = None,
     model_flop_per_token: float | None = None,
     hardware_flop_per_token: float | None = None,
+    stage: int | None = None,
+    replicated_over: Sequence[int] | dist.ProcessGroup | None = None,
     **others: Stateful,
 ) -> Job:
     """A job whose whole state is saved and restored by Dougong.
@@ -80,8 +85,10 @@ def attach(
     `data` is any iterable of batches; one with `state_dict()` and `load_state_dict()` (StatefulDataLoader) is asked
     for its position itself. `others` are further objects with the same two methods (a gradient scaler, an EMA model
     …). `model_flop_per_token` is what MFU counts; without it, 6 FLOP per parameter and token are assumed and the
-    score says so. Under plain Python or torchrun the loop runs just the same, without saving. Raises UserError for an
-    object without state.
+    score says so. How the state lies over the ranks is found from DDP, DTensors and `ZeroRedundancyOptimizer`; only a
+    pipeline has to be told: `replicated_over`, the ranks that hold the same stage, and, if the stages use the same
+    parameter names, the number of this rank's `stage`. Under plain Python or torchrun the loop runs just the same,
+    without saving. Raises UserError for an object without state.
     """
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, **others}
     present = {name: part for name, part in parts.items() if part is not None}
@@ -94,7 +101,7 @@ def attach(
             )
     if reserved := sorted({"rng", "data", "progress"} & set(present)):
         raise UserError(f"the name {reserved[0]!r} is taken", where="attach()", mend="give the object another name")
-    job = Job(present, data=data)
+    job = Job(present, data=data, stage=stage, replicated_over=ranks_of(replicated_over))
     job.describe_model(model_flop_per_token, hardware_flop_per_token)
     return job
 
@@ -102,9 +109,15 @@ def attach(
 class Job:
     """A training job in this process: its steps, and its place in the run."""
 
-    def __init__(self, parts: dict[str, Any], *, data: Any) -> None:
+    def __init__(
+        self,
+        parts: dict[str, Any],
+        *,
+        data: Any,
+        stage: int | None = None,
+        replicated_over: tuple[int, ...] | None = None,
+    ) -> None:
         self._parts = parts
-        self._data = None if data is None else DataPosition(data)
         self._place = worker_place()
         self._step = 0
         self._num_tokens = 0
@@ -125,6 +138,10 @@ class Job:
         self._loaded_step = 0
         self._last_step = 0
         self.rank, self.world_size = rank_and_world_size()
+        self._data = None if data is None else DataPosition(data, rank=self.rank, world_size=self.world_size)
+        self._sharding = Sharding(
+            parts, rank=self.rank, world_size=self.world_size, stage=stage, replicated_over=replicated_over
+        )
         if self._place is not None:
             self._page = Page.open(self._place.node.page(self._place.rank))
             if self._page.is_attached:
@@ -332,7 +349,6 @@ class Job:
         if self._wants_own_memory:
             self._leave_adopted()
         capture = self._capture()
-        sharing = replication(self._parts, world_size=self._place.world_size) if is_durable else None
         step = self._step
         stall_s = (time.monotonic_ns() - began_ns) / 1e9
         self._copier.begin(
@@ -341,7 +357,7 @@ class Job:
                 step=step,
                 generation=self._place.generation,
                 world_size=self._place.world_size,
-                on_done=lambda done: self._copied(done, step=step, stall_s=stall_s, sharing=sharing),
+                on_done=lambda done: self._copied(done, step=step, stall_s=stall_s, is_durable=is_durable),
             )
         )
         if self._is_blocking or not capture.is_overlapped:
@@ -357,21 +373,21 @@ class Job:
             data=None if self._data is None else self._data.state(),
             progress=Progress(step=self._step, num_tokens=self._num_tokens),
         )
-        return Capture(tree, fenced=fenced_storages(self._parts))
+        return Capture(tree, fenced=fenced_storages(self._parts), sharding=self._sharding)
 
     def _is_saving(self) -> None:
         """The node's writer is at work, and this process is not: it does not hang."""
         if self._page is not None:
             self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
 
-    def _copied(self, done: Done, *, step: int, stall_s: float, sharing: Replication | None) -> None:
-        """In the copying thread: the snapshot is there, or it is not. `sharing`: it is to be written durably."""
+    def _copied(self, done: Done, *, step: int, stall_s: float, is_durable: bool) -> None:
+        """In the copying thread: the snapshot is there, or it is not."""
         assert self._place is not None and self._persister is not None
         if done.is_changed:
             self._is_blocking = True
             self._warn(f"{done.reason} outside of the optimizer's step; from now on training waits for each copy")
         if done.slot is None:
-            if sharing is not None:
+            if is_durable:
                 self._persister.release()
             assert self._files is not None
             self._wants_own_memory = not done.is_changed and self._files.adopted_index is not None
@@ -381,7 +397,7 @@ class Job:
             )
             post(self._place.node.outbox(self._place.rank), letter)
             return
-        if sharing is not None:
+        if is_durable:
             self._submitted_step = step
             self._persister.submit(
                 PersistRequest(
@@ -389,7 +405,6 @@ class Job:
                     num_bytes=done.slot.num_bytes,
                     step=step,
                     stall_s=stall_s,
-                    replication=sharing,
                 )
             )
 
@@ -491,11 +506,23 @@ class Job:
             case "memory" | "peer":  # a peer's copy was fetched into this node's memory before the start
                 return self._tree_from_memory(place)
             case "durable":
-                storage, root = manifest.storage_at(place.checkpoint_url)
-                sealer = load_sealer(place.checkpoint_key) if place.checkpoint_key else None
-                storage = UnsealedPlace(storage, sealer)
-                tree = read_state(place=storage, directory=f"{root}/{place.restore_directory}", rank=place.rank)
-                return None, tree
+                return None, self._durable_tree(place)
+
+    def _durable_tree(self, place: WorkerPlace) -> dict[str, Any]:
+        """From a checkpoint of whatever world size. All ranks come here together, unless some stay."""
+        plain, root = manifest.storage_at(place.checkpoint_url)
+        storage = UnsealedPlace(plain, load_sealer(place.checkpoint_key) if place.checkpoint_key else None)
+        directory = place.restore_directory
+        saved_size = place.restore_world_size or manifest.read_manifest(place.checkpoint_url, directory).world_size
+        group = default_group()
+        is_together = self._is_fresh and not (group is not None and group.is_alone)
+        with DurableState(storage, f"{root}/{directory}", world_size=saved_size) as saved:
+            return state_for(
+                self._parts,
+                sharding=self._sharding,
+                saved=saved,
+                is_read_once=place.is_read_once and is_together,
+            )
 
     def _tree_from_memory(self, place: WorkerPlace) -> tuple[Slot | None, dict[str, Any]]:
         assert self._files is not None

@@ -52,7 +52,7 @@ class FileRecord(msgspec.Struct, frozen=True, array_like=True):
 class ItemRecord(msgspec.Struct, frozen=True, array_like=True):
     """Where a value lies in a checkpoint file. `dtype` "" = not a tensor. `key_path` as DCP flattens names.
 
-    A tensor is a box of `shape` at `offsets` in a whole of `global_shape`; None = it is the whole.
+    Of a tensor in parts, `shape` is this part's, which begins at `offsets` of a whole of `global_shape`, in elements.
     """
 
     fqn: str
@@ -62,8 +62,9 @@ class ItemRecord(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
     dtype: str
     shape: tuple[int, ...]
-    global_shape: tuple[int, ...] | None = None
     offsets: tuple[int, ...] = ()
+    global_shape: tuple[int, ...] | None = None
+    """None = the part is the whole."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

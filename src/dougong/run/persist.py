@@ -35,7 +35,6 @@ from dougong.run.letters import (
 from dougong.run.place import WorkerPlace
 from dougong.run.shard_plan import ShardPlanner
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.state import Replication
 from dougong.run.storage_alarm import cause_of
 from dougong.run.write_order import FileOrder, Given, Kind, WriteOrder, is_taken, order_path, put_order
 
@@ -57,7 +56,6 @@ class PersistRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     step: int
     stall_s: float
-    replication: Replication
 
 
 class _InHand(msgspec.Struct, kw_only=True):
@@ -90,7 +88,7 @@ class Persister:
         self._place = place
         self._files = files
         self._storage, self._root = manifest.storage_at(place.checkpoint_url)
-        self._planner = ShardPlanner(rank=place.rank, world_size=place.world_size)
+        self._planner = ShardPlanner(rank=place.rank)
         self._requests: queue.SimpleQueue[PersistRequest | None] = queue.SimpleQueue()
         self._is_free = threading.Event()
         self._is_free.set()
@@ -168,7 +166,7 @@ class Persister:
         """Later checkpoints belong to another generation; the one in hand can never be complete and is given up."""
         self._abandoned = self._place.generation
         self._place = place
-        self._planner = ShardPlanner(rank=place.rank, world_size=place.world_size)
+        self._planner = ShardPlanner(rank=place.rank)
         self._has_moved.clear()
         self._requests.put(None)
         self._has_moved.wait(_LOOK_S)
@@ -201,9 +199,7 @@ class Persister:
 
     def _order_shard(self, hand: _InHand) -> None:
         request = hand.request
-        plan = self._planner.plan(
-            self._files.buffer(request.index)[: request.num_bytes], replication=request.replication
-        )
+        plan = self._planner.plan(self._files.buffer(request.index)[: request.num_bytes])
         order = WriteOrder(
             kind="shard",
             generation=hand.place.generation,

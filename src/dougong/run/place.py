@@ -39,6 +39,10 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     """The generation that wrote the memory checkpoint; 0 = the newest that has the step."""
     is_newcomer: bool = False
     """Its peers stayed in their processes: it builds its model alone and joins them when the steps begin."""
+    restore_world_size: int = 0
+    """Of the ranks that saved the state; 0 = as many as now, or as the checkpoint says."""
+    is_read_once: bool = True
+    """At load, one rank reads each box and broadcasts it."""
 
     @property
     def run(self) -> RunDirectory:
@@ -88,6 +92,8 @@ def place_of(
         checkpoint_key=settings.checkpoint_key,
         restore_generation=launch.restore.generation,
         is_newcomer=bool(launch.staying),
+        restore_world_size=launch.restore.world_size,
+        is_read_once=settings.save.is_read_once,
     )
 
 

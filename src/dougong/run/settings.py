@@ -71,6 +71,8 @@ class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
     """The most that the writer of a node puts on storage; 0 = as fast as it goes."""
     lock_s: float = 0.0
     """How long nothing deletes a committed checkpoint; 0 = no lock."""
+    is_read_once: bool = True
+    """At a durable restore, one rank reads what several need, and broadcasts it; else each reads for itself."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,8 +10,8 @@ Source of the records: torch/serialization.py (`_save`, `skip_data`) and caffe2/
 from __future__ import annotations
 
 import io
+import math
 import pickle
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, cast
@@ -20,10 +20,10 @@ import msgspec
 import torch
 from torch.serialization import skip_data
 
-from dougong.run.extent import Extent
+from dougong.run.extent import deal
 from dougong.run.manifest import ItemRecord
 from dougong.run.new_file import BLOCK_BYTES
-from dougong.run.state import RANK_LOCAL, Replication, SnapshotTable, TensorRecord, read_table
+from dougong.run.state import RANK_LOCAL, SnapshotTable, TensorRecord, read_table
 from dougong.run.tree import assemble
 from dougong.run.write_order import FileOrder, Given, Segment, Stretch
 
@@ -51,21 +51,19 @@ class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
 class ShardPlanner:
     """Plans the shards of one rank. What depends on the shapes alone is kept until they change."""
 
-    def __init__(self, *, rank: int, world_size: int) -> None:
+    def __init__(self, *, rank: int) -> None:
         self._rank = rank
-        self._world_size = world_size
         self._layout: _Layout | None = None
 
-    def plan(self, buffer: memoryview, *, replication: Replication) -> ShardPlan:
-        """The plan for a snapshot. `replication` is asked about leaves without an extent."""
+    def plan(self, buffer: memoryview) -> ShardPlan:
+        """The plan for a snapshot."""
         table, start = read_table(buffer)
-        key = (start, table.records, replication)
-        if self._layout is None or self._layout.key != key:
-            self._layout = _layout(key, table, rank=self._rank, world_size=self._world_size)
+        if self._layout is None or self._layout.key != (start, table.records):
+            self._layout = _layout(start, table.records, rank=self._rank)
         layout = self._layout
         segments, items, num_bytes = list(layout.segments), list(layout.items), layout.num_bytes
         if self._rank == 0:
-            taken = {place.name for place in layout.places}
+            taken = set(layout.names)
             for name, key_path, value in _plain_values(table):
                 if name not in taken:
                     content = _saved(value)
@@ -75,73 +73,52 @@ class ShardPlanner:
         return ShardPlan(
             files=(
                 FileOrder(layout.file_name, _joined(segments)),
-                FileOrder(f"rank-{self._rank}.state", (Given(_rank_state(buffer, start, table, layout.places)),)),
+                FileOrder(f"rank-{self._rank}.state", (Given(_rank_state(buffer, start, table, layout.names)),)),
             ),
             items=tuple(items),
         )
 
 
-class _Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a leaf is stored: as a box of tensor `name` (`holders` have the same bytes); `name` "" = with the rank."""
-
-    name: str
-    key_path: _Path = ()
-    global_shape: tuple[int, ...] | None = None
-    offsets: tuple[int, ...] = ()
-    holders: tuple[int, ...] = ()
-
-
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a plan that is the same for every snapshot of these shapes."""
 
-    key: tuple[int, tuple[TensorRecord, ...], Replication]
-    places: tuple[_Place, ...]
+    key: tuple[int, tuple[TensorRecord, ...]]
+    names: tuple[str, ...]
     file_name: str
     segments: tuple[Segment, ...]
     items: tuple[ItemRecord, ...]
     num_bytes: int
 
 
-def _layout(
-    key: tuple[int, tuple[TensorRecord, ...], Replication], table: SnapshotTable, *, rank: int, world_size: int
-) -> _Layout:
-    start, records, replication = key
-    key_paths = _key_paths(table)
-    places = _unique(
-        [
-            _place(record, key_paths[index], rank=rank, world_size=world_size, replication=replication)
-            for index, record in enumerate(records)
-        ]
-    )
+def _layout(start: int, records: tuple[TensorRecord, ...], *, rank: int) -> _Layout:
     file_name = f"__{rank}_0.distcp"
     segments: list[Segment] = []
     items: list[ItemRecord] = []
     at = 0
-    for index in _share(records, places, rank=rank):
-        record, place = records[index], places[index]
+    for index in _share(records, rank=rank):
+        record, extent = records[index], records[index].extent
+        assert extent is not None
         before, after = _framing(record.dtype, record.shape)
         is_straight = record.num_bytes >= _STRAIGHT_BYTES and (start + record.offset_bytes) % BLOCK_BYTES == 0
         gap = -(at + len(before)) % BLOCK_BYTES if is_straight else 0
         stretch = Stretch(start + record.offset_bytes, record.num_bytes)
         segments += [Given(bytes(gap) + before), stretch, Given(after)]
-        num_bytes = len(before) + record.num_bytes + len(after)
-        items.append(
-            ItemRecord(
-                place.name,
-                place.key_path,
-                file_name,
-                at + gap,
-                num_bytes,
-                record.dtype,
-                record.shape,
-                place.global_shape,
-                place.offsets,
-            )
+        item = ItemRecord(
+            fqn=extent.name,
+            key_path=extent.key_path,
+            file=file_name,
+            offset_bytes=at + gap,
+            num_bytes=len(before) + record.num_bytes + len(after),
+            dtype=record.dtype,
+            shape=record.shape,
+            offsets=extent.offsets,
+            global_shape=extent.global_shape,
         )
-        at += gap + num_bytes
+        items.append(item)
+        at += gap + item.num_bytes
     return _Layout(
-        key=key,
-        places=tuple(places),
+        key=(start, records),
+        names=tuple("" if record.extent is None else record.extent.name for record in records),
         file_name=file_name,
         segments=_joined(segments),
         items=tuple(items),
@@ -149,52 +126,15 @@ def _layout(
     )
 
 
-def _place(record: TensorRecord, key_path: _Path, *, rank: int, world_size: int, replication: Replication) -> _Place:
-    """An extent says it; else the leaf's name is its path with dots, as DCP flattens it, and replication says whose."""
-    if record.extent is not None:
-        return _place_of_extent(record.extent)
-    if record.kind != "torch" or record.path[0] in RANK_LOCAL:
-        return _Place(name="")
-    name = ".".join(map(str, record.path))
-    if not replication.is_replicated or name in replication.of_each_rank:
-        return _Place(name=f"rank{rank}.{name}", key_path=(f"rank{rank}", *key_path), holders=(rank,))
-    holders = (0,) if name in replication.of_rank_0 else tuple(range(world_size))
-    return _Place(name=name, key_path=key_path, holders=holders)
-
-
-def _place_of_extent(extent: Extent) -> _Place:
-    return _Place(
-        name=extent.name,
-        key_path=extent.key_path,
-        global_shape=extent.global_shape,
-        offsets=extent.offsets,
-        holders=extent.holders,
+def _share(records: Sequence[TensorRecord], *, rank: int) -> tuple[int, ...]:
+    """The leaves that this rank writes. A part without any element of a tensor that has some is nobody's."""
+    extents = [(index, record.extent) for index, record in enumerate(records) if record.extent is not None]
+    writers = deal([extent for _, extent in extents], [records[index].num_bytes for index, _ in extents])
+    return tuple(
+        index
+        for (index, extent), writer in zip(extents, writers, strict=True)
+        if writer == rank and (math.prod(records[index].shape) > 0 or math.prod(extent.global_shape) == 0)
     )
-
-
-def _unique(places: Sequence[_Place]) -> list[_Place]:
-    """Two leaves that flatten to one DCP name (keys `1` and `"1"`, or with a dot in them) stay with the rank."""
-    counts = Counter((place.name, place.offsets) for place in places)
-    return [place if counts[place.name, place.offsets] == 1 else _Place(name="") for place in places]
-
-
-def _share(records: Sequence[TensorRecord], places: Sequence[_Place], *, rank: int) -> tuple[int, ...]:
-    """The leaves that this rank writes: all that it alone holds, and its share of those that others hold too.
-
-    Of the boxes with the same holders, the largest first to whoever has the fewest bytes so far. These ranks know
-    exactly these boxes, so all of them compute the same deal and nobody has to be asked.
-    """
-    loads: dict[tuple[int, ...], dict[int, int]] = {}
-    mine: list[int] = []
-    stored = [index for index, place in enumerate(places) if place.name and place.holders]
-    for index in sorted(stored, key=lambda i: (-records[i].num_bytes, places[i].name, places[i].offsets)):
-        place = places[index]
-        load = loads.setdefault(place.holders, dict.fromkeys(sorted(place.holders), 0))
-        writer = min(load, key=lambda holder: (load[holder], holder))
-        load[writer] += records[index].num_bytes
-        if writer == rank:
-            mine.append(index)
-    return tuple(sorted(mine))
 
 
 class _Recorder:
@@ -253,17 +193,16 @@ def _joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     return tuple(joined)
 
 
-def _rank_state(buffer: memoryview, start: int, table: SnapshotTable, places: Sequence[_Place]) -> bytes:
+def _rank_state(buffer: memoryview, start: int, table: SnapshotTable, names: tuple[str, ...]) -> bytes:
     payload = bytearray()
     records: list[TensorRecord] = []
-    for record, place in zip(table.records, places, strict=True):
-        if place.name:
+    for record, name in zip(table.records, names, strict=True):
+        if name:
             records.append(record)
             continue
         raw = buffer[start + record.offset_bytes : start + record.offset_bytes + record.num_bytes]
         records.append(msgspec.structs.replace(record, offset_bytes=len(payload)))
         payload += raw
-    names = tuple(place.name for place in places)
     return msgspec.msgpack.encode(RankState(table.skeleton, tuple(records), names, bytes(payload)))
 
 
@@ -273,38 +212,28 @@ class _Hole(msgspec.Struct, frozen=True):
     index: int
 
 
-def _key_paths(table: SnapshotTable) -> dict[int, _Path]:
-    """The key path of each leaf by its index, as DCP flattens the tree."""
-    return {value.index: path for path, value in _flattened(table) if isinstance(value, _Hole)}
-
-
 def _plain_values(table: SnapshotTable) -> list[tuple[str, _Path, Any]]:
-    """What is no tensor (learning rates …), with its DCP name and key path."""
-    return [
-        (".".join(map(str, path)), path, value)
-        for path, value in _flattened(table)
-        if not isinstance(value, _Hole) and path[0] not in RANK_LOCAL
-    ]
+    """What is no tensor (learning rates …) as DCP flattens it: name, key path, value.
 
-
-def _flattened(table: SnapshotTable) -> list[tuple[_Path, Any]]:
-    """The tree as DCP flattens it. Mappings are walked, with their keys as text; lists only if they hold tensors or
-    mappings; all else is one value."""
+    Mappings are walked, with their keys as text; lists only if they hold tensors or mappings; all else is one value.
+    """
     tree = cast("dict[str, Any]", assemble(table.skeleton, [_Hole(index) for index in range(len(table.records))]))
-    found: list[tuple[_Path, Any]] = []
+    plain: list[tuple[str, _Path, Any]] = []
 
     def walk(value: Any, path: _Path) -> None:
+        if isinstance(value, _Hole):
+            return
         if isinstance(value, Mapping):
             for key, item in cast("Mapping[Any, Any]", value).items():
                 walk(item, (*path, str(key)))
         elif _is_walked(value):
             for index, item in enumerate(cast("Sequence[Any]", value)):
                 walk(item, (*path, index))
-        else:
-            found.append((path, value))
+        elif path[0] not in RANK_LOCAL:
+            plain.append((".".join(map(str, path)), path, value))
 
     walk(tree, ())
-    return found
+    return plain
 
 
 def _is_walked(value: Any) -> bool:

@@ -171,6 +171,8 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     generation: int = 0
     """That wrote a memory checkpoint."""
+    world_size: int = 0
+    """Of the ranks that saved it; 0 = as many as now, or as the checkpoint says."""
 
 
 class Welcome(ToAgent, frozen=True, kw_only=True):
