@@ -206,6 +206,15 @@ def test_an_order_that_is_gone_without_a_word_is_a_failure_and_not_a_wait(
     assert isinstance(letter, ShardFailed) and "writer" in letter.reason
 
 
+def test_an_order_that_no_writer_begins_is_given_up(bench: Bench) -> None:
+    import msgspec
+
+    bench.persister.move_to(msgspec.structs.replace(bench.place, commit_timeout_s=0.2))
+    bench.submit(5)
+    assert not bench.persister.wait_committed(step=5)
+    assert not order_path(bench.node, 0, "shard").exists()
+
+
 def test_a_commit_whose_letter_was_lost_is_seen_on_the_storage(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dougong.run.persist._LOOK_S", 0.05)
     bench.submit(5)

@@ -42,7 +42,7 @@ _POLL_S = 0.02
 _LOOK_S = 2.0
 _TICK_S = 1.0
 _PATIENCE_S = 600.0
-"""How long an order may lie without a sign of the writer before the rank gives it up."""
+"""How long a writer may give no sign of work on an order before the rank gives it up."""
 _SILENCE_S = 5.0
 """An order that is gone without a word: its writer was killed between the two."""
 _PEER_FACTOR = 10.0
@@ -288,14 +288,18 @@ class Persister:
         return True
 
     def _is_writer_silent(self, hand: _InHand, now_ns: int) -> bool:
+        """A writer begins an order at once, and gives a sign every second while it writes."""
         try:
-            mtime_ns = order_path(hand.place.node, hand.place.rank, "shard").stat().st_mtime_ns
+            found = order_path(hand.place.node, hand.place.rank, "shard").stat()
         except FileNotFoundError:
-            mtime_ns = 0
+            limit_s, mtime_ns = _SILENCE_S, 0
+        else:
+            is_begun = not found.st_mode & 0o200
+            limit_s, mtime_ns = _PATIENCE_S if is_begun else hand.place.commit_timeout_s, found.st_mtime_ns
         if mtime_ns != hand.order_mtime_ns:
             hand.order_mtime_ns, hand.sign_ns = mtime_ns, now_ns
         silent_s = (now_ns - hand.sign_ns) / 1e9
-        if silent_s < (_PATIENCE_S if mtime_ns else _SILENCE_S):
+        if silent_s < limit_s:
             return False
         self._take_back(hand)
         self._fail(hand, f"nothing was heard of the node's writer for {silent_s:.0f} s", cause="other")
