@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dougong.event import store
-from dougong.event.kinds import CheckpointSaved, JobFinished, StorageFailing, StorageRecovered
+from dougong.event.kinds import CheckpointSaved, JobFinished, StorageFailing, StorageRecovered, WorkerLost
 from dougong.run.layout import NodeDirectory
 from dougong.run.letters import ShardFailed, ShardWritten
 from dougong.run.write_order import put_order
@@ -100,6 +102,37 @@ def test_a_run_goes_on_over_a_full_disk_says_so_once_and_saves_again_when_there_
     saved = [event for event in done.events(CheckpointSaved) if event.tier == "durable"]
     assert saved[-1].step == 300
     assert files_below(small_disk).count("COMMIT") == 3
+
+
+def test_a_killed_writer_is_replaced_and_the_checkpoints_go_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = runs.start(run_dir, "--durable-every", "5", arguments=("--steps", "200"))
+    runs.wait_for(lambda: any(event.tier == "durable" for event in events_of(run_dir, CheckpointSaved)), timeout_s=150)
+    killed: set[int] = set()
+    for _ in range(4):
+        pids = [pid for pid in writers_of(run_dir) if pid not in killed]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        killed.update(pids)
+        runs.wait_for(lambda: len(set(writers_of(run_dir)) - killed) == 2)
+    done = runs.finish(process, run_dir)
+    assert done.code == 0, done.report
+    assert len(killed) >= 4
+    saved = [event.step for event in done.events(CheckpointSaved) if event.tier == "durable"]
+    assert saved[-1] == 200
+    assert done.events(WorkerLost) == []
+
+
+def writers_of(run_dir: Path) -> list[int]:
+    found: list[int] = []
+    for pid in runs.living(run_dir):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"dougong.run.writer" in command:
+            found.append(pid)
+    return found
 
 
 def test_slow_storage_is_said_once_and_the_last_step_is_saved_all_the_same(tmp_path: Path) -> None:
