@@ -100,7 +100,7 @@ class Agent:
         self._node.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._adopt()
         await self._zygote.start()
-        await self._writer.start()
+        await self._writer.take_over()
         watch = asyncio.create_task(self._watch())
         watch.add_done_callback(self._on_task_done)
         try:
