@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Protocol
 
 
@@ -26,6 +27,36 @@ class SystemClock:
 
     def monotonic_ns(self) -> int:
         return time.monotonic_ns()
+
+
+class OffClock:
+    """The machine's own clocks, with a wall clock that is off by the nanoseconds that a file says: chaos turns it."""
+
+    def __init__(self, offset_file: Path) -> None:
+        self._offset_file = offset_file
+
+    def wall_ns(self) -> int:
+        try:
+            return time.time_ns() + int(self._offset_file.read_text())
+        except (OSError, ValueError):
+            return time.time_ns()
+
+    def monotonic_ns(self) -> int:
+        return time.monotonic_ns()
+
+
+class CarriedClock:
+    """A wall clock read once and carried on by the monotonic clock: no later jump of the machine's clock reaches it."""
+
+    def __init__(self, clock: Clock, *, offset_ns: int) -> None:
+        self._clock = clock
+        self._offset_ns = offset_ns
+
+    def wall_ns(self) -> int:
+        return self._clock.monotonic_ns() + self._offset_ns
+
+    def monotonic_ns(self) -> int:
+        return self._clock.monotonic_ns()
 
 
 class ManualClock:

@@ -87,3 +87,10 @@ def test_an_endless_row_of_sleeps_becomes_quiet_after_a_while() -> None:
     state = after([reading(is_on_timer=True)] * 30)
     assert state.activity == "idle"
     assert 10.0 < state.quiet_since_s < 20.0
+
+
+def test_a_process_that_is_stopped_for_moments_only_is_slow_and_not_stopped() -> None:
+    stopped = after([reading(state="T", cpu_ticks=0)] * 5)
+    assert stopped.quiet_since_s == 1.0
+    braked = after([reading(state="T", cpu_ticks=number) for number in range(5)])
+    assert braked.quiet_since_s == 4.0

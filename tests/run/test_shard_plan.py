@@ -27,8 +27,8 @@ ALONE = "ignore:torch.distributed is disabled:UserWarning"
 
 def buffer_of(tree: dict[str, Any], prefix: Path) -> memoryview:
     files = SnapshotFiles(prefix)
-    sharding = Sharding({}, rank=0, world_size=1, replicated_over=range(1))
-    index, num_bytes = write_snapshot(files, tree, step=1, generation=1, world_size=1, sharding=sharding)
+    alone = Sharding({}, rank=0, world_size=1)
+    index, num_bytes = write_snapshot(files, tree, step=1, generation=1, world_size=1, sharding=alone)
     return files.buffer(index)[:num_bytes]
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import random
 import resource
 import subprocess
@@ -153,13 +155,13 @@ def small_tmpfs(tmp_path: Path) -> Any:
     subprocess.run(["umount", "-l", str(mount_point)], check=True)
 
 
-def test_full_shared_memory_is_an_error_and_not_the_end_of_the_process(small_tmpfs: Path) -> None:
+def test_full_shared_memory_is_not_the_end_of_the_process(small_tmpfs: Path) -> None:
     files = SnapshotFiles(small_tmpfs / "rank-0")
     write(files, b"small", step=1)
-    with pytest.raises(OSError, match="No space left"):
-        files.reserve(4 * 2**20)
-    assert bytes(files.read(step=1)) == b"small"
-    write(files, b"goes on", step=2)
+    files.reserve(4 * 2**20)
+    assert files.is_private
+    write(files, b"goes on" * 2**19, step=2)
+    assert bytes(files.read(step=2)) == b"goes on" * 2**19
 
 
 @pytest.mark.processes
@@ -181,3 +183,40 @@ def test_killed_at_any_moment_the_newest_or_the_one_before_is_whole(tmp_path: Pa
         last_step = slots[0].step
         assert set(files.read(step=last_step)) == {last_step % 251}
     assert last_step > 12
+
+
+def test_on_full_shared_memory_a_buffer_is_the_process_own_and_found_at_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = os.posix_fallocate
+
+    def full_on_disk(fd: int, offset: int, length: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_on_disk)
+    files = SnapshotFiles(tmp_path / "rank-0")
+    files.reserve(5000)
+    assert files.is_private
+    index = files.next_index()
+    files.buffer(index)[:5000] = b"x" * 5000
+    slot = files.publish(index, step=3, generation=1, world_size=1, num_bytes=5000)
+    assert SnapshotFiles(tmp_path / "rank-0").is_whole(slot), "another process finds it"
+    assert files.path(index).read_bytes()[:5000] == b"x" * 5000
+    monkeypatch.undo()
+    later = SnapshotFiles(tmp_path / "rank-0")
+    later.reserve(5000)
+    assert not later.is_private
+    assert not files.path(index).is_symlink()
+
+
+def test_a_buffer_whose_process_has_ended_is_not_whole(tmp_path: Path) -> None:
+    files = SnapshotFiles(tmp_path / "rank-0")
+    files.reserve(5000)
+    index = files.next_index()
+    slot = files.publish(index, step=3, generation=1, world_size=1, num_bytes=5000)
+    files.path(index).unlink()
+    files.path(index).symlink_to("/proc/4194304/fd/9")
+    assert not SnapshotFiles(tmp_path / "rank-0").is_there(slot)
+    assert not SnapshotFiles(tmp_path / "rank-0").is_whole(slot)

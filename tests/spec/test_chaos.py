@@ -57,6 +57,33 @@ def test_an_unknown_kind_is_told_the_nearest() -> None:
     assert where == "chaos.yaml:2 faults[0].kind"
 
 
+def test_a_kind_that_needs_a_number_says_which() -> None:
+    found = problems("seed: 1\nfaults: [{kind: sigterm-grace, at_step: 1}, {kind: jump-clock, at_step: 1, jump_s: 0}]")
+    assert [what for _, what in found] == ["sigterm-grace needs grace_s", "jump-clock needs jump_s"]
+
+
+def test_only_some_kinds_last_a_while() -> None:
+    warned: list[UserError] = []
+    text = "seed: 1\nfaults: [{kind: fill-disk, at_step: 1, for: 2s}, {kind: kill-worker, during: recovery, for: 2s}]"
+    read(text, warned)
+    assert [problem.what for problem in warned] == ["for_s has no effect on kill-worker"]
+
+
+def test_a_node_is_not_cut_off_from_itself() -> None:
+    drawn = resolve(
+        Chaos(seed=3, faults=(Fault(kind="cut-network", at_step=1, peer=NODES[0]),)), world_size=2, nodes=NODES
+    )
+    assert (drawn[0].node, drawn[0].peer) == (NODES[1], NODES[0])
+    itself = Chaos(seed=3, faults=(Fault(kind="cut-network", at_step=1, node=NODES[0], peer=NODES[0]),))
+    with pytest.raises(UserError, match="itself"):
+        resolve(itself, world_size=2, nodes=NODES)
+
+
+def test_without_a_node_a_clock_jumps_everywhere_and_the_node_killed_first_returns() -> None:
+    faults = (Fault(kind="jump-clock", at_step=1, jump_s=-5.0), Fault(kind="return-node", at_step=2))
+    assert [fault.node for fault in resolve(Chaos(seed=1, faults=faults), world_size=2, nodes=NODES)] == [None, None]
+
+
 FAULTS = st.builds(
     Fault,
     kind=st.sampled_from(["kill-worker", "kill-node", "corrupt-checkpoint", "tear-checkpoint", "hang-worker"]),
@@ -90,6 +117,11 @@ def test_load_of_dump_is_the_same(chaos: Chaos) -> None:
 
 
 def test_a_target_that_is_not_there_is_a_mistake_of_the_user() -> None:
-    for fault in (Fault(kind="kill-worker", at_step=1, rank=9), Fault(kind="kill-node", at_step=1, node="x")):
+    wrong = (
+        Fault(kind="kill-worker", at_step=1, rank=9),
+        Fault(kind="kill-node", at_step=1, node="x"),
+        Fault(kind="cut-network", at_step=1, peer="x"),
+    )
+    for fault in wrong:
         with pytest.raises(UserError, match=r"no (rank|node)"):
             resolve(Chaos(seed=1, faults=(fault,)), world_size=2, nodes=NODES)

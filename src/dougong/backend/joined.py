@@ -17,3 +17,7 @@ class JoinedNodes:
 
     def end_agent(self, component: str) -> None:
         """Its own launcher ends it."""
+
+    def can_return(self, component: str) -> bool:
+        """Its own launcher starts its agent again; whether it comes will be seen."""
+        return True

@@ -8,7 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from dougong.clock import SystemClock
+from dougong.cli.host_clock import host_clock
 from dougong.run.agent import Agent
 from dougong.run.layout import node_directory
 from dougong.run.settings import load_settings, run_directory
@@ -26,7 +26,7 @@ def main() -> None:
         node=node_directory(settings.run_id, component, memory_root=Path(settings.memory_root)),
         settings=settings,
         token=run.token.read_bytes(),
-        clock=SystemClock(),
+        clock=host_clock(run, settings, component),
     )
     asyncio.run(agent.run())
 

@@ -19,13 +19,14 @@ import msgspec
 
 from dougong.backend.joined import JoinedNodes
 from dougong.backend.nodes import NodeBackend
-from dougong.clock import SystemClock
+from dougong.cli.host_clock import CONTROLLER, host_clock
 from dougong.event import store
 from dougong.event.log import EventLog
 from dougong.run.controller import Controller
 from dougong.run.history import replay
 from dougong.run.layout import RunDirectory
 from dougong.run.settings import RunSettings, load_settings, run_directory
+from dougong.run.timeline import run_clock
 from dougong.telemetry.embedded import SampleWriter
 
 STREAM = "job"
@@ -44,7 +45,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     run = run_directory(Path(sys.argv[1]))
     settings = load_settings(run)
-    clock = SystemClock()
+    clock = run_clock(run, host_clock(run, settings, CONTROLLER))
     log = EventLog.open(run.events, stream=STREAM, clock=clock)
     controller = Controller(
         run,
@@ -75,7 +76,15 @@ def local_nodes(run: RunDirectory, settings: RunSettings):
         run.root,
         run_id=settings.run_id,
         memory_of=lambda component: node_directory(settings.run_id, component, memory_root=memory_root).root,
+        networks=node_networks(settings),
     )
+
+
+def node_networks(settings: RunSettings):
+    """The networks of the nodes, where each has its own."""
+    from dougong.backend.local.networks import NodeNetworks
+
+    return NodeNetworks(settings.run_id, (*settings.nodes, *settings.spares)) if settings.has_networks else None
 
 
 async def _run(controller: Controller) -> str:

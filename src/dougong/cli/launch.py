@@ -73,10 +73,10 @@ class Launcher:
                 signal.signal(number, handler)
             os.close(self._lock_fd)
 
-    def kill_controller(self) -> None:
+    def signal_controller(self, number: signal.Signals) -> None:
         """For a chaos schedule."""
         if self._controller is not None:
-            self._controller.kill()
+            self._controller.send_signal(number)
 
     def _look(self, tail: Tail) -> int | None:
         assert self._controller is not None

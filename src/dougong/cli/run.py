@@ -45,6 +45,7 @@ import click
     metavar="NAME=VALUE",
     help="A setting of policy, hang rule or saves, such as hang.startup_s=7200 (see the guide).",
 )
+@click.option("--preflight", is_flag=True, help="Test every node, spares included, before the start (under a minute).")
 @click.option("--time-limit", help="Wall time of the job, such as 4h; under Slurm it is known [default: none].")
 @click.option("--save-before", default="120s", show_default=True, help="Save and leave so long before the limit.")
 @click.option("--requeue", is_flag=True, help="Put the Slurm job back into its queue after that.")

@@ -33,6 +33,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     retention_lock: str | None = None
     lock_key: Path | None = None
     settings: tuple[str, ...] = ()
+    preflight: bool = False
     webhook: str = ""
     oversubscribe: bool = False
     reference: Path | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -16,8 +17,9 @@ import msgspec
 
 import dougong
 from dougong.backend.device import FoundAccelerator
+from dougong.backend.local.networks import check_networks
 from dougong.backend.nvml import NvmlProbe
-from dougong.cli.controller import local_nodes
+from dougong.cli.controller import local_nodes, node_networks
 from dougong.cli.launch import EXIT_STOPPED, Launcher, View, point_latest, wait_for_orphan
 from dougong.cli.run_options import RunOptions, Shape, membership, shape
 from dougong.cli.time_limit import requeue, stop_at_s
@@ -37,6 +39,7 @@ from dougong.run.settings import (
     run_directory,
     save_settings,
 )
+from dougong.run.timeline import drop_anchor, run_clock
 from dougong.spec.chaos import Chaos, load_chaos, resolve
 from dougong.units import parse_duration_s
 
@@ -65,8 +68,12 @@ def start(options: RunOptions) -> int:
     if options.master_port is not None:
         check_port(options.master_port, option="--master-port")
     chaos = _chaos(options)
+    if chaos is not None and chaos.wants_networks:
+        check_networks()
     run = _new_run_directory(options.run_dir)
     settings = settings_for(options, wanted, command, run, is_chaos=chaos is not None)
+    if chaos is not None and chaos.wants_networks:
+        settings = _with_networks(settings)
     if chaos is not None:
         resolve(chaos, world_size=settings.world_size, nodes=settings.nodes)  # a wrong target shows before the start
     write_run(run, settings)
@@ -107,6 +114,10 @@ def supervise(
         time_limit=options.time_limit, save_before=options.save_before, environment=os.environ, now_s=time.time()
     )
     launcher = Launcher(run, is_resume=is_resume, view=_view(run, settings), stop_at_s=ends_s)
+    drop_anchor(run, SystemClock())
+    networks = node_networks(settings)
+    if networks is not None:
+        networks.set_up()
     injector = None
     if chaos is not None:
         injector = _injector(run, settings, chaos, launcher)
@@ -120,6 +131,8 @@ def supervise(
             injector.stop()
     if settings.backend == "local":
         local_nodes(run, settings).end_leftovers((*settings.nodes, *settings.spares))
+    if networks is not None:
+        networks.tear_down()
     if code == 0:
         forget_memory(settings.run_id, memory_root=Path(settings.memory_root))
     _say_how_it_went(run, code, wants_score=not options.no_score)
@@ -164,12 +177,17 @@ def settings_for(
         master_port=options.master_port or 0,
         webhook_url=options.webhook,
         is_chaos=is_chaos,
+        wants_preflight=options.preflight,
+        min_nodes=wanted.min_nodes,
         checkpoint_key=_absolute(options.checkpoint_key),
         lock_key=_absolute(options.lock_key),
-        min_nodes=wanted.min_nodes,
     )
     for text in options.settings:
         settings = with_setting(settings, text)
+    if settings.save.memory_root:
+        memory_root = Path(settings.save.memory_root).absolute()
+        _check_takes_files(memory_root, option="--set save.memory_root")
+        settings = msgspec.structs.replace(settings, memory_root=str(memory_root))
     return settings
 
 
@@ -359,11 +377,26 @@ def _chaos(options: RunOptions) -> Chaos | None:
     return load_chaos(path)
 
 
+def _with_networks(settings: RunSettings) -> RunSettings:
+    """The controller listens where the nodes' networks reach it."""
+    networked = msgspec.structs.replace(settings, has_networks=True)
+    networks = node_networks(networked)
+    assert networks is not None
+    return msgspec.structs.replace(networked, listen_host=networks.controller_address)
+
+
 def _injector(run: RunDirectory, settings: RunSettings, chaos: Chaos, launcher: Launcher):
     from dougong.run.chaos import Injector, Reach
 
-    clock = SystemClock()
+    clock = run_clock(run, SystemClock())
     memory_root = Path(settings.memory_root)
+    door = local_nodes(run, settings)
+    components = (*settings.nodes, *settings.spares)
+
+    def signal_run(number: signal.Signals) -> None:
+        launcher.signal_controller(number)
+        door.signal_all(components, number)
+        os.kill(os.getpid(), number)
 
     def directory_of(component: str):
         return node_directory(settings.run_id, component, memory_root=memory_root)
@@ -375,9 +408,12 @@ def _injector(run: RunDirectory, settings: RunSettings, chaos: Chaos, launcher: 
         job_stream="job",
         checkpoint_url=settings.checkpoint_url,
         reach=Reach(
-            door=local_nodes(run, settings),
+            door=door,
             node_directory=directory_of,
-            kill_controller=launcher.kill_controller,
+            memory_root=memory_root,
+            kill_controller=lambda: launcher.signal_controller(signal.SIGKILL),
+            signal_launcher=lambda number: os.kill(os.getpid(), number),
+            signal_run=signal_run,
         ),
         log=EventLog.open(run.events, stream="chaos", clock=clock),
         clock=clock,
@@ -454,7 +490,7 @@ def _checkpoint_url(options: RunOptions, run: RunDirectory) -> str:
     return url
 
 
-def _check_takes_files(directory: Path) -> None:
+def _check_takes_files(directory: Path, *, option: str = "--checkpoint-dir") -> None:
     """Raises UserError if a local directory of checkpoints cannot be made or written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -463,7 +499,7 @@ def _check_takes_files(directory: Path) -> None:
     except OSError as error:
         raise UserError(
             f"{_shown(directory)} cannot hold checkpoints: {error.strerror}",
-            where="--checkpoint-dir",
+            where=option,
             mend="give a directory on a disk that is writable",
         ) from error
 

@@ -36,7 +36,9 @@ def advance(state: ActivityState | None, reading: Reading | None, *, now_s: floa
     if state is None:
         return ActivityState(reading=reading, read_s=now_s, quiet_since_s=now_s)
     if reading.state == "T":
-        since_s = state.quiet_since_s if state.activity == "stopped" else now_s
+        # one that has used the CPU meanwhile was only stopped for moments: it is slow, not stopped
+        is_still_stopped = state.activity == "stopped" and reading.cpu_ticks == state.reading.cpu_ticks
+        since_s = state.quiet_since_s if is_still_stopped else now_s
         return ActivityState(reading=reading, read_s=now_s, quiet_since_s=since_s, activity="stopped")
     if now_s - state.read_s < _WINDOW_S:
         return state

@@ -20,16 +20,22 @@ from typing import Any
 import msgspec
 
 from dougong.backend.local import process
-from dougong.clock import Clock
+from dougong.clock import CarriedClock, Clock
 from dougong.run import wire
 from dougong.run.activity import ActivityState, advance
+from dougong.run.copy_store import CopyStore, forget_newer
+from dougong.run.courier_link import CopyUnavailable, CourierLink
+from dougong.run.evidence import take_evidence
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
 from dougong.run.letters import OrderPut, Rejoin, post, read_from_worker, unread
+from dougong.run.links import LinkDoor
+from dougong.run.log_continuation import log_variables
 from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.place import place_of, torchrun_variables, worker_variables
+from dougong.run.probe import probe
+from dougong.run.reserve import fill_reserve, with_reserve
 from dougong.run.settings import RunSettings
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.stacks import take_stack
 from dougong.run.writer_link import WriterLink
 from dougong.run.zygote_link import ZygoteLink
 
@@ -79,7 +85,7 @@ class Agent:
         self._node = node
         self._settings = settings
         self._token = token
-        self._clock = clock
+        self._host_clock = self._clock = clock
         self._workers: dict[int, _Worker] = {}
         self._connection: wire.Connection | None = None
         self._told: list[wire.ToController] = []
@@ -87,9 +93,19 @@ class Agent:
         self._zygote = ZygoteLink(settings, log_path=log_path, spawn=self._spawn)
         writer_log = log_path.with_name(log_path.name.replace("zygote-", "writer-", 1))
         self._writer = WriterLink(settings, node=node, log_path=writer_log, spawn=self._spawn)
+        courier_log = run.logs / f"courier-{component.rsplit('/', 1)[-1]}.log"
+        self._courier = CourierLink(
+            component,
+            run=run,
+            log_path=courier_log,
+            spawn=self._spawn,
+            tell=lambda held: self._tell(held, is_kept=False),
+        )
         self._generation = 0
         self._killed_generation = 0
         self._launching = asyncio.Lock()
+        self._links = LinkDoor(token=token)
+        self._link_port = 0
         self._is_dismissed = False
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,7 +114,9 @@ class Agent:
     async def run(self) -> None:
         """Serve until dismissed."""
         self._node.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fill_reserve(self._node.root)
         self._adopt()
+        self._link_port = await self._links.open(_listen_host(self._settings))
         await self._zygote.start()
         await self._writer.take_over()
         watch = asyncio.create_task(self._watch())
@@ -117,8 +135,10 @@ class Agent:
                     await asyncio.sleep(_RECONNECT_S)
         finally:
             watch.cancel()
+            self._links.close()
             self._zygote.close()
             self._writer.close()
+            await self._courier.close()
 
     # --- speaking with the controller ---
 
@@ -154,6 +174,9 @@ class Agent:
             free_port=free_port(_listen_host(self._settings)),
             workers=tuple(worker.worker for worker in self._workers.values()),
             snapshots=snapshots_in(self._node, is_verified=False),
+            courier_port=self._courier.held.courier_port,
+            copies=CopyStore(self._node).held(),
+            link_port=self._link_port,
         )
 
     def _tell(self, message: wire.ToController, *, is_kept: bool = True) -> None:
@@ -167,17 +190,28 @@ class Agent:
         match message:
             case wire.Welcome():
                 self._generation = max(self._generation, message.generation)
+                if message.wall_ns:  # the run has one time, whatever this host's wall clock says
+                    self._clock = CarriedClock(self._host_clock, offset_ns=message.wall_ns - self._now_ns())
             case wire.Launch():
                 self._spawn(self._launch(message))
             case wire.Kill():
                 self._spawn(self._kill(message))
             case wire.TakeStacks():
                 self._spawn(self._take_stacks(message.generation))
+            case wire.ProbeLinks():
+                self._spawn(self._probe_links(message))
             case wire.StopAt():
                 for worker in self._workers.values():
                     worker.page.stop_at_step = message.step
+            case wire.HoldSaves():
+                for worker in self._workers.values():
+                    worker.page.hold_saves(until_step=message.until_step)
             case wire.Deliver():
                 post(self._node.inbox(message.rank), message.letter)
+            case wire.CopyOrder():
+                self._courier.order(message)
+            case wire.Preflight():
+                self._spawn(self._preflight(message))
             case wire.Dismiss():
                 await self._leave(is_memory_kept=message.is_memory_kept)
 
@@ -216,6 +250,9 @@ class Agent:
         self._forward_letters()
         self._forward_steps()
         try:
+            await self._courier.bring(launch.restore, ranks=[rank for rank, _ in launch.ranks])
+            for rank, _ in launch.ranks:
+                forget_newer(self._node.snapshot(rank), generation=launch.restore.generation, step=launch.restore.step)
             for rank in staying:
                 self._have_rejoin(launch, rank)
             if launch.is_cold:
@@ -226,6 +263,10 @@ class Agent:
                 if rank in launch.staying:
                     raise ConnectionError(f"rank {rank} was to stay and is gone")
                 await self._start_worker(launch, rank, local_rank)
+        except CopyUnavailable as error:
+            failed = wire.LaunchFailed(generation=launch.generation, reason=str(error), bad_origin=error.origin)
+            self._tell(failed)
+            return
         except (OSError, ConnectionError) as error:
             self._tell(wire.LaunchFailed(generation=launch.generation, reason=str(error)))
             return
@@ -247,19 +288,22 @@ class Agent:
             restore_step=restore.step,
             restore_generation=restore.generation,
             restore_directory=restore.directory,
+            skips=restore.skips,
         )
         post(self._node.inbox(rank), letter)
 
     async def _start_worker(self, launch: wire.Launch, rank: int, local_rank: int) -> None:
         for box in (self._node.outbox(rank), self._node.inbox(rank)):
             shutil.rmtree(box, ignore_errors=True)
-        page = Page.create(self._node.page(rank), generation=launch.generation)
+        path = self._node.page(rank)
+        page = with_reserve(self._node.root, lambda: Page.create(path, generation=launch.generation))
         place = place_of(self._settings, self._run, self._node, launch, rank=rank, local_rank=local_rank)
         log_path = self._run.logs / f"rank-{rank}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             log.write(f"--- generation {launch.generation} on {self._component}\n".encode())
-        variables = {**worker_variables(place), **torchrun_variables(place, self._settings, launch)}
+        logs = log_variables(self._run, run_id=place.run_id, environment=os.environ)
+        variables = {**logs, **worker_variables(place), **torchrun_variables(place, self._settings, launch)}
         pid = await self._zygote.fork(variables=variables, log_path=log_path)
         if launch.generation <= self._killed_generation:
             # it was ended before it began: the zygote was still importing when it was asked for
@@ -301,9 +345,8 @@ class Agent:
     def _write_workers(self) -> None:
         if self._is_dismissed:
             return  # the node's directory may be gone already, and must not come back
-        write_atomically(
-            self._node.workers, msgspec.json.encode(tuple(worker.worker for worker in self._workers.values()))
-        )
+        listed = msgspec.json.encode(tuple(worker.worker for worker in self._workers.values()))
+        with_reserve(self._node.root, lambda: write_atomically(self._node.workers, listed))
 
     # --- watching ---
 
@@ -326,6 +369,7 @@ class Agent:
             is_news = phases != last_phases and (Phase.UNWOUND in phases or Phase.UNWOUND in last_phases)
             if self._connection is not None and (is_news or now_s - last_status_s >= _STATUS_S):
                 last_status_s, last_phases = now_s, phases
+                fill_reserve(self._node.root)
                 self._tell(self._status(now_s), is_kept=False)
             await asyncio.sleep(_TICK_S)
 
@@ -434,13 +478,16 @@ class Agent:
                 process.kill(worker.worker.pid, signal.SIGTERM)
             await self._wait_gone(victims, timeout_s=order.grace_s)
         await self._end(victims)
-        undead = tuple(worker.worker.rank for worker in victims if process.is_alive(worker.worker.pid))
+        alive = [worker.worker for worker in victims if process.is_alive(worker.worker.pid)]
+        states = (process.read(worker.pid) for worker in alive)
         self._tell(
             wire.Killed(
                 generation=order.generation,
                 snapshots=snapshots_in(self._node, is_verified=False),
                 free_port=free_port(_listen_host(self._settings)),
-                undead=undead,
+                undead=tuple(worker.rank for worker in alive),
+                undead_states=tuple("?" if reading is None else reading.state for reading in states),
+                copies=CopyStore(self._node).held(),  # a rank may have found one damaged meanwhile
             ),
             is_kept=False,
         )
@@ -458,16 +505,35 @@ class Agent:
         while any(process.is_alive(w.worker.pid) for w in workers) and self._now_s() < deadline_s:
             await asyncio.sleep(0.005)
 
+    async def _probe_links(self, order: wire.ProbeLinks) -> None:
+        unreachable = await self._links.unreachable(order.peers)
+        self._tell(wire.LinksProbed(round=order.round, unreachable=unreachable), is_kept=False)
+
     async def _take_stacks(self, generation: int) -> None:
         workers = [worker for worker in self._workers.values() if worker.worker.generation == generation]
-        texts = await asyncio.gather(*(take_stack(worker.worker.pid) for worker in workers))
-        pairs = tuple((worker.worker.rank, text) for worker, text in zip(workers, texts, strict=True))
-        self._tell(wire.StacksTaken(generation=generation, stacks=pairs), is_kept=False)
+        ranks = await asyncio.gather(
+            *(
+                take_evidence(
+                    worker.worker.rank,
+                    pid=worker.worker.pid,
+                    page=worker.page,
+                    flight_path=self._node.flight(worker.worker.rank),
+                )
+                for worker in workers
+            )
+        )
+        self._tell(wire.StacksTaken(generation=generation, ranks=tuple(ranks)), is_kept=False)
+
+    async def _preflight(self, order: wire.Preflight) -> None:
+        answer = await probe(order, node=self._node, run=self._run, settings=self._settings, zygote=self._zygote)
+        port = free_port(_listen_host(self._settings))
+        self._tell(msgspec.structs.replace(answer, free_port=port), is_kept=False)
 
     async def _leave(self, *, is_memory_kept: bool) -> None:
         self._is_dismissed = True
         await self._end(list(self._workers.values()))
         self._writer.end()
+        await self._courier.close()
         if not is_memory_kept:
             shutil.rmtree(self._node.root, ignore_errors=True)
             with contextlib.suppress(OSError):
@@ -478,7 +544,10 @@ class Agent:
         await self._leave(is_memory_kept=True)
 
     def _now_s(self) -> float:
-        return self._clock.monotonic_ns() / 1e9
+        return self._now_ns() / 1e9
+
+    def _now_ns(self) -> int:
+        return self._clock.monotonic_ns()
 
 
 def snapshots_in(node: NodeDirectory, *, is_verified: bool) -> tuple[wire.SnapshotStatus, ...]:
@@ -494,7 +563,7 @@ def snapshots_in(node: NodeDirectory, *, is_verified: bool) -> tuple[wire.Snapsh
         rank = int(number)
         files = SnapshotFiles(node.snapshot(rank))
         for slot in files.slots():
-            if is_verified and not files.is_whole(slot):
+            if not files.is_there(slot) or (is_verified and not files.is_whole(slot)):
                 continue
             found.append(
                 wire.SnapshotStatus(
@@ -517,7 +586,7 @@ def free_port(host: str) -> int:
 
 
 def _listen_host(settings: RunSettings) -> str:
-    return "127.0.0.1" if settings.backend == "local" else ""
+    return "127.0.0.1" if settings.backend == "local" and not settings.has_networks else ""
 
 
 def _shifted(record: StepRecord, offset_ns: int) -> StepRecord:

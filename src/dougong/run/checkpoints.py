@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -20,6 +21,7 @@ from dougong.run.letters import (
     Reopened,
     SaveAgain,
     ShardFailed,
+    ShardHeld,
     ShardSkipped,
     ShardWritten,
     WriteMetadata,
@@ -27,9 +29,8 @@ from dougong.run.letters import (
 from dougong.run.sealed import load_key, load_sealer
 from dougong.run.settings import RunSettings
 from dougong.run.storage_alarm import StorageAlarm, cause_of
-from dougong.units import format_si
 
-CheckpointLetter = ShardWritten | ShardFailed | ShardSkipped | SaveAgain | MetadataWritten
+CheckpointLetter = ShardWritten | ShardFailed | ShardSkipped | ShardHeld | SaveAgain | MetadataWritten
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +97,9 @@ class CheckpointDesk:
                     reason = f"rank {letter.rank}: {letter.reason}"
                     events = self._alarm.failed(letter.step, cause=letter.cause, reason=reason)
                 case ShardSkipped():
-                    events = self._alarm.skipped(letter.step, reason=_why_skipped(letter))
+                    events = self._alarm.skipped(letter.step, busy_step=letter.busy_step, rank=letter.rank)
+                case ShardHeld():
+                    events = ()
             return await self._drop(letter, gathered, events)
 
     async def finish(self) -> None:
@@ -119,13 +122,15 @@ class CheckpointDesk:
 
     def _take_shard(self, letter: ShardWritten, gathered: _Gathered) -> Outcome:
         gathered.shards[letter.rank] = letter
+        events = self._alarm.written(sum(file.num_bytes for file in letter.files), write_s=letter.write_s)
         if len(gathered.shards) < self._world_size:
-            return Outcome()
+            return Outcome(events=events)
         items = tuple(item for shard in gathered.shards.values() for item in shard.items)
         return Outcome(
+            events=events,
             letter=WriteMetadata(
                 generation=letter.generation, rank=0, step=letter.step, directory=letter.directory, items=items
-            )
+            ),
         )
 
     async def _take_metadata(self, letter: MetadataWritten, gathered: _Gathered) -> Outcome:
@@ -212,10 +217,13 @@ class CheckpointDesk:
         return tuple(events)
 
 
-def newest_good(url: str, *, checkpoint_key: str = "") -> tuple[tuple[int, str] | None, tuple[CheckpointRejected, ...]]:
+def newest_good(
+    url: str, *, checkpoint_key: str = "", trusts: Callable[[int, int], bool] = lambda generation, step: True
+) -> tuple[tuple[int, str] | None, tuple[CheckpointRejected, ...]]:
     """The newest durable checkpoint whose every byte is right, and those that were passed over, with the reason.
 
-    With the file of its key, an encrypted one is also known to be by somebody who has that key.
+    With the file of its key, an encrypted one is also known to be by somebody who has that key. `trusts` says of a
+    generation and step whether the state was sound, whatever its bytes.
     """
     rejected: list[CheckpointRejected] = []
     sealer = None
@@ -223,6 +231,10 @@ def newest_good(url: str, *, checkpoint_key: str = "") -> tuple[tuple[int, str] 
         with contextlib.suppress(UserError):  # the ranks will say it: they cannot read without it
             sealer = load_sealer(checkpoint_key)
     for stored in manifest.list_stored(url):
+        if not trusts(stored.generation, stored.step):
+            reason = "saved after a bad loss, or since the ranks' states were last found equal"
+            rejected.append(CheckpointRejected(step=stored.step, tier="durable", path=stored.directory, reason=reason))
+            continue
         try:
             manifest.verify(url, stored.directory, sealer=sealer)
         except (CheckpointDamaged, OSError) as error:
@@ -235,10 +247,12 @@ def newest_good(url: str, *, checkpoint_key: str = "") -> tuple[tuple[int, str] 
     return None, tuple(rejected)
 
 
-def newest_committed(url: str) -> tuple[int, str] | None:
+def newest_committed(
+    url: str, *, trusts: Callable[[int, int], bool] = lambda generation, step: True
+) -> tuple[int, str] | None:
     """The newest durable checkpoint that counts as good, its bytes unread."""
     for stored in manifest.list_stored(url):
-        if stored.is_committed and not stored.is_rejected:
+        if stored.is_committed and not stored.is_rejected and trusts(stored.generation, stored.step):
             return stored.step, stored.directory
     return None
 
@@ -253,11 +267,6 @@ def _why_retired(stored: manifest.Stored, keep: int) -> str:
     if stored.is_rejected:
         return "it was found damaged, and newer good ones exist"
     return f"the newest {keep} are kept" if stored.is_committed else "never committed, left by a crash"
-
-
-def _why_skipped(letter: ShardSkipped) -> str:
-    rate = f", at {format_si(letter.write_bytes_per_s, 'B/s')} on its node" if letter.write_bytes_per_s else ""
-    return f"rank {letter.rank}: the checkpoint of step {letter.busy_step} was not finished when this one was due{rate}"
 
 
 def _lock_key(settings: RunSettings) -> bytes | None:

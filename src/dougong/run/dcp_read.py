@@ -19,9 +19,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dougong.errors import CheckpointDamaged
-from dougong.run.dcp_shard import METADATA_NAME, RankState
+from dougong.run.dcp_shard import METADATA_NAME
 from dougong.run.extent import Box, Extent, intersection, uncovered, whole
 from dougong.run.manifest import Place
+from dougong.run.shard_plan import RankState
 from dougong.run.state import TensorRecord, view_of
 from dougong.run.tree import assemble
 

@@ -1,8 +1,8 @@
-"""The durable checkpoints of all ranks as torch.distributed.checkpoint (DCP) has them: the index over their files.
+"""A rank's part of a durable checkpoint, in the layout of torch.distributed.checkpoint (DCP).
 
-Every tensor is one `torch.save` record in a `.distcp` file (`dougong.run.shard_plan`), and `.metadata` says where each
-lies, so plain `dcp.load` reads the checkpoint. `.metadata` is a pickle by DCP's design: it is written here, and read
-back in `dougong.run.dcp_read`.
+Every tensor is one `torch.save` record in a `.distcp` file, and `.metadata` says where each lies, so plain `dcp.load`
+reads the checkpoint. `.metadata` is a pickle by DCP's design: it is written here, and read back in
+`dougong.run.dcp_read`.
 
 Source of the layout: torch/distributed/checkpoint/filesystem.py and metadata.py of torch 2.13.
 """
@@ -29,10 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dougong.run.manifest import FileRecord, ItemRecord, Place
-from dougong.run.shard_plan import RankState, ShardPlanner
+from dougong.run.shard_plan import ShardPlanner
 from dougong.run.write_files import write_files
-
-__all__ = ["METADATA_NAME", "RankState", "metadata_bytes", "write_metadata", "write_shard"]
 
 METADATA_NAME = ".metadata"
 
@@ -40,8 +38,10 @@ METADATA_NAME = ".metadata"
 def write_shard(
     buffer: memoryview, *, place: Place, directory: str, rank: int
 ) -> tuple[tuple[FileRecord, ...], tuple[ItemRecord, ...]]:
-    """Write this rank's files from a snapshot buffer, here and now. Each box of a tensor is written by one of its
-    holders only. A run has its node's writer do the same beside training."""
+    """Write this rank's files from a snapshot buffer, here and now.
+
+    Each box of a tensor is written by one of its holders. A run has its node's writer do the same beside training.
+    """
     plan = ShardPlanner(rank=rank).plan(buffer)
     return write_files(plan.files, buffer, place=place, directory=directory), plan.items
 
@@ -65,6 +65,7 @@ def metadata_bytes(items: Sequence[ItemRecord]) -> bytes:
             index = MetadataIndex(item.fqn)
         else:
             offsets = torch.Size(item.offsets or [0] * len(item.shape))
+            chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(item.shape))
             whole = described.setdefault(
                 item.fqn,
                 TensorStorageMetadata(
@@ -73,7 +74,7 @@ def metadata_bytes(items: Sequence[ItemRecord]) -> bytes:
                     chunks=[],
                 ),
             )
-            whole.chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(item.shape)))
+            whole.chunks.append(chunk)
             index = MetadataIndex(item.fqn, offsets)
         stored[index] = _StorageInfo(item.file, item.offset_bytes, item.num_bytes)
     return pickle.dumps(

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 import msgspec
 
 from dougong.event.kinds import (
+    BatchesSkipped,
     CheckpointSaved,
     ControllerStarted,
+    CorruptionSuspected,
     GenerationStarted,
     JobCreated,
     JobFailed,
@@ -18,15 +20,20 @@ from dougong.event.kinds import (
     JobStopped,
     ModelDescribed,
     NodeLost,
+    NodeQuarantined,
     NodeRepaired,
     PeakDescribed,
     Placed,
+    PreflightDone,
     Recorded,
     RecoveryDecided,
+    ReplicasCompared,
     StateRestored,
     StepFinished,
     WorkerLost,
 )
+from dougong.run.corruption import Distrust
+from dougong.run.letters import Skip
 
 
 class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,10 +61,23 @@ class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int = 0
     """Of this generation, as far as recorded."""
     lost_nodes: frozenset[str] = frozenset()
+    quarantined_nodes: frozenset[str] = frozenset()
+    skips: tuple[Skip, ...] = ()
+    agreed: tuple[int, int] = (0, 0)
+    """Generation and step of the last comparison that found all ranks' state equal."""
+    distrusts: tuple[Distrust, ...] = ()
+    is_preflight_done: bool = False
+    """Since the last JobStarted."""
+    returned_nodes: tuple[str, ...] = ()
+    """Lost since the job's start and back again, in the order of their return."""
     is_model_described: bool = False
     is_peak_described: bool = False
     last_durable_step: int = 0
     num_controllers: int = 0
+
+    def preference(self, component: str) -> int:
+        """The smaller, the sooner a node is chosen: one that was lost and came back is the last."""
+        return self.returned_nodes.index(component) + 1 if component in self.returned_nodes else 0
 
 
 def replay(records: Iterable[Recorded]) -> JobHistory:
@@ -81,8 +101,10 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
                 end="",
                 num_starts=history.num_starts + 1,
                 has_run_since_start=False,
+                is_preflight_done=False,
                 num_restarts=0,
                 num_fruitless=0,
+                returned_nodes=(),
             )
         case ControllerStarted():
             return change(history, num_controllers=history.num_controllers + 1)
@@ -117,7 +139,28 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
         case NodeLost() as event:
             return change(history, lost_nodes=history.lost_nodes | {event.component})
         case NodeRepaired() as event:
-            return change(history, lost_nodes=history.lost_nodes - {event.component})
+            others = tuple(name for name in history.returned_nodes if name != event.component)
+            return change(
+                history,
+                lost_nodes=history.lost_nodes - {event.component},
+                returned_nodes=(*others, event.component),
+                quarantined_nodes=history.quarantined_nodes - {event.component},
+            )
+        case BatchesSkipped() as event:
+            return change(history, skips=(*history.skips, Skip(step=event.step, generation=event.generation)))
+        case ReplicasCompared() as event:
+            return change(history, agreed=(event.generation, event.step))
+        case CorruptionSuspected() as event:
+            distrust = Distrust(
+                generation=event.generation,
+                agreed_generation=event.agreed_generation,
+                agreed_step=event.agreed_step,
+            )
+            return change(history, distrusts=(*history.distrusts, distrust))
+        case NodeQuarantined() as event:
+            return change(history, quarantined_nodes=history.quarantined_nodes | {event.component})
+        case PreflightDone():
+            return change(history, is_preflight_done=True)
         case ModelDescribed():
             return change(history, is_model_described=True)
         case PeakDescribed():

@@ -16,11 +16,19 @@ from typing import Literal
 import msgspec
 
 from dougong.run.manifest import FileRecord, ItemRecord
+from dougong.run.reserve import with_reserve
 
 _serial = itertools.count()
 
 StorageCause = Literal["full", "read-only", "slow", "gone", "other"]
 """Why storage did not take a checkpoint."""
+
+
+class Skip(msgspec.Struct, frozen=True, array_like=True):
+    """One batch to pass over: the one that this generation trained as this step, on every rank."""
+
+    step: int
+    generation: int
 
 
 class Letter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -74,12 +82,16 @@ class ShardFailed(Letter, frozen=True, kw_only=True):
 
 
 class ShardSkipped(Letter, frozen=True, kw_only=True):
-    """A durable checkpoint was due while the one of `busy_step` was not finished. `write_bytes_per_s` is the rate at
-    which this rank's part was last written; 0 = not known yet."""
+    """A durable checkpoint was due while the one of `busy_step` was not finished everywhere."""
 
     step: int
     busy_step: int
-    write_bytes_per_s: float
+
+
+class ShardHeld(Letter, frozen=True, kw_only=True):
+    """A durable checkpoint was due, and this rank takes none: its state is not to be kept. No other's is of use."""
+
+    step: int
 
 
 class SaveAgain(Letter, frozen=True, kw_only=True):
@@ -105,6 +117,38 @@ class MetadataWritten(Letter, frozen=True, kw_only=True):
 
     step: int
     file: FileRecord
+
+
+class LossFoundBad(Letter, frozen=True, kw_only=True):
+    """The loss or the gradient norm of this rank has turned bad in `step`; those before were good."""
+
+    step: int
+    reason: str
+
+
+class SaveRefused(Letter, frozen=True, kw_only=True):
+    """This rank took no checkpoint at `step`, since a loss before it was bad."""
+
+    step: int
+    reason: str
+
+
+class Fingerprinted(Letter, frozen=True, kw_only=True):
+    """The fingerprint of what must be the same on all ranks right after `step`."""
+
+    step: int
+    digest: str
+
+
+class Probed(Letter, frozen=True, kw_only=True):
+    """What one rank's test of a pre-flight came to. `generation` is the serial number of the pre-flight.
+
+    `flop_per_s` of a product of matrices; `bytes_per_s` of an all-reduce with the partner node.
+    """
+
+    flop_per_s: float | None = None
+    bytes_per_s: float | None = None
+    is_exact: bool = True
 
 
 class ErrorRaised(Letter, frozen=True, kw_only=True):
@@ -136,6 +180,7 @@ WorkerLetter = (
     | ShardWritten
     | ShardFailed
     | ShardSkipped
+    | ShardHeld
     | SaveAgain
     | OrderPut
     | MetadataWritten
@@ -143,6 +188,10 @@ WorkerLetter = (
     | ScriptEnded
     | Stopped
     | WarningGiven
+    | Probed
+    | LossFoundBad
+    | SaveRefused
+    | Fingerprinted
 )
 
 
@@ -159,7 +208,6 @@ class OrderDone(Letter, frozen=True, kw_only=True):
 
     order: Literal["shard", "metadata"]
     step: int
-    num_bytes: int
     write_s: float
     reason: str = ""
 
@@ -191,17 +239,19 @@ class Rejoin(Letter, frozen=True, kw_only=True):
     restore_step: int
     restore_generation: int = 0
     restore_directory: str = ""
+    skips: tuple[Skip, ...] = ()
 
 
 AgentLetter = WriteMetadata | OrderDone | CheckpointCommitted | DropCheckpoint | Reopened | Rejoin
 
 
 def post(box: Path, letter: Letter) -> None:
-    """Put a letter into a box."""
+    """Put a letter into a box. Raises OSError where memory is full, the node's reserve included."""
     box.mkdir(parents=True, exist_ok=True)
     name = f"{time.monotonic_ns():020d}-{os.getpid()}-{next(_serial):06d}"
     staging = box / f".{name}"
-    staging.write_bytes(msgspec.msgpack.encode(letter))
+    content = msgspec.msgpack.encode(letter)
+    with_reserve(box.parent, lambda: staging.write_bytes(content))
     staging.rename(box / name)
 
 

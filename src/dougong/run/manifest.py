@@ -62,9 +62,9 @@ class ItemRecord(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
     dtype: str
     shape: tuple[int, ...]
-    offsets: tuple[int, ...] = ()
     global_shape: tuple[int, ...] | None = None
     """None = the part is the whole."""
+    offsets: tuple[int, ...] = ()
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

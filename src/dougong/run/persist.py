@@ -26,6 +26,7 @@ from dougong.run.letters import (
     Reopened,
     SaveAgain,
     ShardFailed,
+    ShardHeld,
     ShardSkipped,
     StorageCause,
     WriteMetadata,
@@ -95,7 +96,6 @@ class Persister:
         self._has_moved = threading.Event()
         self._busy_step = 0
         self._skipped_step = 0
-        self._write_bytes_per_s = 0.0
         self._committed: set[int] = set()
         self._abandoned: int = 0
         self.num_skipped = 0
@@ -117,7 +117,6 @@ class Persister:
             rank=self._place.rank,
             step=step,
             busy_step=self._busy_step,
-            write_bytes_per_s=self._write_bytes_per_s,
         )
         self._post(letter)
         return False
@@ -127,6 +126,10 @@ class Persister:
         second, to say that this is no hang."""
         while not self._is_free.wait(_TICK_S):
             on_wait()
+
+    def hold(self, step: int) -> None:
+        """No durable checkpoint of `step`, though it is due: the state is not to be kept."""
+        self._post(ShardHeld(generation=self._place.generation, rank=self._place.rank, step=step))
 
     def begin_last(self, *, on_wait: Callable[[], None]) -> None:
         """As `may_begin`, where the run ends here and nothing can be skipped: waits until the one before is settled."""
@@ -253,7 +256,6 @@ class Persister:
         self._files.pin(None)
         hand.written_ns = hand.looked_ns = time.monotonic_ns()
         hand.write_s = letter.write_s
-        self._write_bytes_per_s = letter.num_bytes / max(letter.write_s, 1e-9)
 
     def _order_metadata(self, hand: _InHand, letter: WriteMetadata) -> None:
         """All shards are there (the controller tells); rank 0 makes the index over all of them."""
@@ -335,6 +337,6 @@ class Persister:
         )
         self._post(letter)
 
-    def _post(self, letter: ShardFailed | ShardSkipped | SaveAgain) -> None:
+    def _post(self, letter: ShardFailed | ShardSkipped | ShardHeld | SaveAgain) -> None:
         with contextlib.suppress(OSError):  # full shared memory must not stop training for the sake of a word
             post(self._place.node.outbox(self._place.rank), letter)

@@ -75,7 +75,8 @@ def _live_tensors(
         if local is not leaf.value:
             sharded.add(leaf.path)
         key = _key(local)
-        live[leaf.path] = parameters[key] if key in parameters else local
+        parameter = parameters.get(key)
+        live[leaf.path] = local if parameter is None else parameter
     return live, frozenset(sharded)
 
 

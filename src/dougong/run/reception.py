@@ -103,7 +103,7 @@ class Reception:
             writer.close()
             return
         session = self._sessions.get(hello.component) if isinstance(hello, wire.Hello) else None
-        if session is None or session.is_lost or not isinstance(hello, wire.Hello):
+        if session is None or (session.is_lost and not session.is_expected) or not isinstance(hello, wire.Hello):
             # a node that was given up: others do its work now
             connection.send(wire.Dismiss(is_memory_kept=False))
             connection.close()

@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch.serialization import skip_data
 
-from dougong.run.extent import deal
+from dougong.run.extent import Extent, deal
 from dougong.run.manifest import ItemRecord
 from dougong.run.new_file import BLOCK_BYTES
 from dougong.run.state import RANK_LOCAL, SnapshotTable, TensorRecord, read_table
@@ -56,14 +56,15 @@ class ShardPlanner:
         self._layout: _Layout | None = None
 
     def plan(self, buffer: memoryview) -> ShardPlan:
-        """The plan for a snapshot."""
+        """The plan for a snapshot. A leaf without an extent stays with the rank."""
         table, start = read_table(buffer)
-        if self._layout is None or self._layout.key != (start, table.records):
-            self._layout = _layout(start, table.records, rank=self._rank)
+        key = (start, table.records)
+        if self._layout is None or self._layout.key != key:
+            self._layout = _layout(key, rank=self._rank)
         layout = self._layout
         segments, items, num_bytes = list(layout.segments), list(layout.items), layout.num_bytes
         if self._rank == 0:
-            taken = set(layout.names)
+            taken = {record.extent.name for record in table.records if record.extent is not None}
             for name, key_path, value in _plain_values(table):
                 if name not in taken:
                     content = _saved(value)
@@ -73,7 +74,7 @@ class ShardPlanner:
         return ShardPlan(
             files=(
                 FileOrder(layout.file_name, _joined(segments)),
-                FileOrder(f"rank-{self._rank}.state", (Given(_rank_state(buffer, start, table, layout.names)),)),
+                FileOrder(f"rank-{self._rank}.state", (Given(_rank_state(buffer, start, table)),)),
             ),
             items=tuple(items),
         )
@@ -83,58 +84,51 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a plan that is the same for every snapshot of these shapes."""
 
     key: tuple[int, tuple[TensorRecord, ...]]
-    names: tuple[str, ...]
     file_name: str
     segments: tuple[Segment, ...]
     items: tuple[ItemRecord, ...]
     num_bytes: int
 
 
-def _layout(start: int, records: tuple[TensorRecord, ...], *, rank: int) -> _Layout:
+def _layout(key: tuple[int, tuple[TensorRecord, ...]], *, rank: int) -> _Layout:
+    start, records = key
     file_name = f"__{rank}_0.distcp"
     segments: list[Segment] = []
     items: list[ItemRecord] = []
     at = 0
-    for index in _share(records, rank=rank):
-        record, extent = records[index], records[index].extent
-        assert extent is not None
+    for record, extent in _share(records, rank=rank):
         before, after = _framing(record.dtype, record.shape)
         is_straight = record.num_bytes >= _STRAIGHT_BYTES and (start + record.offset_bytes) % BLOCK_BYTES == 0
         gap = -(at + len(before)) % BLOCK_BYTES if is_straight else 0
         stretch = Stretch(start + record.offset_bytes, record.num_bytes)
         segments += [Given(bytes(gap) + before), stretch, Given(after)]
-        item = ItemRecord(
-            fqn=extent.name,
-            key_path=extent.key_path,
-            file=file_name,
-            offset_bytes=at + gap,
-            num_bytes=len(before) + record.num_bytes + len(after),
-            dtype=record.dtype,
-            shape=record.shape,
-            offsets=extent.offsets,
-            global_shape=extent.global_shape,
+        num_bytes = len(before) + record.num_bytes + len(after)
+        items.append(
+            ItemRecord(
+                fqn=extent.name,
+                key_path=extent.key_path,
+                file=file_name,
+                offset_bytes=at + gap,
+                num_bytes=num_bytes,
+                dtype=record.dtype,
+                shape=record.shape,
+                global_shape=extent.global_shape,
+                offsets=extent.offsets,
+            )
         )
-        items.append(item)
-        at += gap + item.num_bytes
-    return _Layout(
-        key=(start, records),
-        names=tuple("" if record.extent is None else record.extent.name for record in records),
-        file_name=file_name,
-        segments=_joined(segments),
-        items=tuple(items),
-        num_bytes=at,
-    )
+        at += gap + num_bytes
+    return _Layout(key=key, file_name=file_name, segments=_joined(segments), items=tuple(items), num_bytes=at)
 
 
-def _share(records: Sequence[TensorRecord], *, rank: int) -> tuple[int, ...]:
+def _share(records: Sequence[TensorRecord], *, rank: int) -> list[tuple[TensorRecord, Extent]]:
     """The leaves that this rank writes. A part without any element of a tensor that has some is nobody's."""
-    extents = [(index, record.extent) for index, record in enumerate(records) if record.extent is not None]
-    writers = deal([extent for _, extent in extents], [records[index].num_bytes for index, _ in extents])
-    return tuple(
-        index
-        for (index, extent), writer in zip(extents, writers, strict=True)
-        if writer == rank and (math.prod(records[index].shape) > 0 or math.prod(extent.global_shape) == 0)
-    )
+    known = [(record, record.extent) for record in records if record.extent is not None]
+    writers = deal([extent for _, extent in known], [record.num_bytes for record, _ in known])
+    return [
+        (record, extent)
+        for (record, extent), writer in zip(known, writers, strict=True)
+        if writer == rank and (math.prod(record.shape) > 0 or math.prod(extent.global_shape) == 0)
+    ]
 
 
 class _Recorder:
@@ -193,16 +187,17 @@ def _joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     return tuple(joined)
 
 
-def _rank_state(buffer: memoryview, start: int, table: SnapshotTable, names: tuple[str, ...]) -> bytes:
+def _rank_state(buffer: memoryview, start: int, table: SnapshotTable) -> bytes:
     payload = bytearray()
     records: list[TensorRecord] = []
-    for record, name in zip(table.records, names, strict=True):
-        if name:
+    for record in table.records:
+        if record.extent is not None:
             records.append(record)
             continue
         raw = buffer[start + record.offset_bytes : start + record.offset_bytes + record.num_bytes]
         records.append(msgspec.structs.replace(record, offset_bytes=len(payload)))
         payload += raw
+    names = tuple("" if record.extent is None else record.extent.name for record in records)
     return msgspec.msgpack.encode(RankState(table.skeleton, tuple(records), names, bytes(payload)))
 
 
@@ -213,27 +208,32 @@ class _Hole(msgspec.Struct, frozen=True):
 
 
 def _plain_values(table: SnapshotTable) -> list[tuple[str, _Path, Any]]:
-    """What is no tensor (learning rates …) as DCP flattens it: name, key path, value.
+    """What is no tensor (learning rates …), with its DCP name and key path."""
+    return [
+        (".".join(map(str, path)), path, value)
+        for path, value in _flattened(table)
+        if not isinstance(value, _Hole) and path[0] not in RANK_LOCAL
+    ]
 
-    Mappings are walked, with their keys as text; lists only if they hold tensors or mappings; all else is one value.
-    """
+
+def _flattened(table: SnapshotTable) -> list[tuple[_Path, Any]]:
+    """The tree as DCP flattens it. Mappings are walked, with their keys as text; lists only if they hold tensors or
+    mappings; all else is one value."""
     tree = cast("dict[str, Any]", assemble(table.skeleton, [_Hole(index) for index in range(len(table.records))]))
-    plain: list[tuple[str, _Path, Any]] = []
+    found: list[tuple[_Path, Any]] = []
 
     def walk(value: Any, path: _Path) -> None:
-        if isinstance(value, _Hole):
-            return
         if isinstance(value, Mapping):
             for key, item in cast("Mapping[Any, Any]", value).items():
                 walk(item, (*path, str(key)))
         elif _is_walked(value):
             for index, item in enumerate(cast("Sequence[Any]", value)):
                 walk(item, (*path, index))
-        elif path[0] not in RANK_LOCAL:
-            plain.append((".".join(map(str, path)), path, value))
+        else:
+            found.append((path, value))
 
     walk(tree, ())
-    return plain
+    return found
 
 
 def _is_walked(value: Any) -> bool:

@@ -13,6 +13,7 @@ This module knows bytes only. What they mean is in `dougong.run.state`.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import struct
@@ -23,6 +24,7 @@ import msgspec
 import xxhash
 
 from dougong.errors import CheckpointDamaged
+from dougong.run.reserve import with_reserve
 
 _SLOT = struct.Struct("<QQQQ16s")  # step, generation, world_size, bytes, xxh3-128
 _SLOT_BYTES = 256
@@ -53,23 +55,30 @@ class SnapshotFiles:
         self._pinned: int | None = None
         self._adopted: int | None = None
         self._touched: dict[int, mmap.mmap] = {}
+        self._private_fds: dict[int, int] = {}
 
     def reserve(self, num_bytes: int) -> None:
-        """Have both buffers hold `num_bytes`, with the memory really there. Raises OSError (ENOSPC) if it is not.
+        """Have both buffers hold `num_bytes`, with the memory really there. Raises OSError if it is not.
 
-        Fallocate first: writing into a hole of a full tmpfs would kill the process with SIGBUS.
+        Fallocate first: writing into a hole of a full tmpfs would kill the process with SIGBUS. Where shared memory is
+        full the buffer is this process's own, found at its path as long as the process lives: enough to be persisted
+        from.
         """
         size = -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         for index in self._rotation():
             if index in self._buffers and len(self._buffers[index]) >= num_bytes:
                 continue
-            fd = os.open(self.path(index), os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                if os.fstat(fd).st_size < size:
-                    os.posix_fallocate(fd, 0, size)
-                self._buffers[index] = mmap.mmap(fd, os.fstat(fd).st_size)
-            finally:
-                os.close(fd)
+                self._buffers[index] = self._shared(index, size)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self._buffers[index] = self._private(index, size)
+
+    @property
+    def is_private(self) -> bool:
+        """Does a buffer die with this process, for want of shared memory?"""
+        return bool(self._private_fds)
 
     def touch(self) -> None:
         """Enter the buffers' pages into this process's page table, without holding the interpreter up."""
@@ -117,9 +126,18 @@ class SnapshotFiles:
         """Declare a buffer not whole, before it is written."""
         self._write_slot(index, b"\0" * _SLOT_BYTES)
 
-    def publish(self, index: int, *, step: int, generation: int, world_size: int, num_bytes: int) -> Slot:
-        """Declare a buffer whole, with the checksum of its first `num_bytes`."""
-        digest = xxhash.xxh3_128_digest(memoryview(self._buffers[index])[:num_bytes])
+    def publish(
+        self,
+        index: int,
+        *,
+        step: int,
+        generation: int,
+        world_size: int,
+        num_bytes: int,
+        digest: bytes | None = None,
+    ) -> Slot:
+        """Declare a buffer whole, with the checksum of its first `num_bytes`, which a reader on the way may know."""
+        digest = digest or xxhash.xxh3_128_digest(memoryview(self._buffers[index])[:num_bytes])
         body = _SLOT.pack(step, generation, world_size, num_bytes, digest)
         self._write_slot(index, body + _CRC.pack(zlib.crc32(body)))
         return Slot(
@@ -135,6 +153,13 @@ class SnapshotFiles:
             return ()
         found = [slot for index in _INDICES if (slot := _parse(content, index)) is not None]
         return tuple(sorted(found, key=lambda slot: (slot.generation, slot.step), reverse=True))
+
+    def is_there(self, slot: Slot) -> bool:
+        """Is there such a buffer at all? A private one goes with its process."""
+        try:
+            return os.stat(self.path(slot.index)).st_size >= slot.num_bytes
+        except OSError:
+            return False
 
     def is_whole(self, slot: Slot) -> bool:
         """Does the buffer still have the bytes that its checksum was made of?"""
@@ -161,6 +186,33 @@ class SnapshotFiles:
             raise CheckpointDamaged(str(self.path(slot.index)), reason="checksum differs (xxh3-128)")
         return self._mapped(slot)
 
+    def _shared(self, index: int, size: int) -> mmap.mmap:
+        path = self.path(index)
+        if path.is_symlink():
+            path.unlink()  # to the memory of a process that has ended
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if os.fstat(fd).st_size < size:
+                os.posix_fallocate(fd, 0, size)
+            return mmap.mmap(fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+
+    def _private(self, index: int, size: int) -> mmap.mmap:
+        fd = os.memfd_create(f"dougong-buffer-{index}")
+        try:
+            os.posix_fallocate(fd, 0, size)
+            mapping = mmap.mmap(fd, size)
+            self.path(index).unlink(missing_ok=True)
+            self.path(index).symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
+        except BaseException:
+            os.close(fd)
+            raise
+        if index in self._private_fds:
+            os.close(self._private_fds[index])
+        self._private_fds[index] = fd
+        return mapping
+
     def _mapped(self, slot: Slot) -> memoryview:
         if slot.index not in self._buffers or len(self._buffers[slot.index]) < slot.num_bytes:
             fd = os.open(self.path(slot.index), os.O_RDWR)
@@ -175,7 +227,8 @@ class SnapshotFiles:
     def _write_slot(self, index: int, body: bytes) -> None:
         fd = os.open(self._page_path(), os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.pwrite(fd, body.ljust(_SLOT_BYTES, b"\0"), index * _SLOT_BYTES)
+            content = body.ljust(_SLOT_BYTES, b"\0")
+            with_reserve(self._prefix.parent, lambda: os.pwrite(fd, content, index * _SLOT_BYTES))
         finally:
             os.close(fd)
 

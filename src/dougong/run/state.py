@@ -147,6 +147,13 @@ def read_tree(buffer: memoryview) -> dict[str, Any]:
     return cast("dict[str, Any]", assemble(table.skeleton, leaves))
 
 
+def read_branch(buffer: memoryview, name: str) -> Any:
+    """One part of the state tree of a snapshot, in memory of its own."""
+    table, start = read_table(buffer)
+    leaves = [_own_copy(view_of(buffer, start, record)) if record.path[0] == name else None for record in table.records]
+    return cast("dict[str, Any]", assemble(table.skeleton, leaves))[name]
+
+
 def _own_copy(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 

@@ -176,20 +176,19 @@ class Writer:
         else:
             told = MetadataWritten(generation=order.generation, rank=order.rank, step=order.step, file=files[0])
         self._post(told, self._node.outbox(order.rank))
-        self._say_done(order, num_bytes=sum(file.num_bytes for file in files), write_s=write_s, reason="")
+        self._say_done(order, write_s=write_s, reason="")
 
     def _say_failed(self, order: WriteOrder, reason: str, cause: StorageCause) -> None:
         told = ShardFailed(generation=order.generation, rank=order.rank, step=order.step, reason=reason, cause=cause)
         self._post(told, self._node.outbox(order.rank))
-        self._say_done(order, num_bytes=0, write_s=0.0, reason=reason)
+        self._say_done(order, write_s=0.0, reason=reason)
 
-    def _say_done(self, order: WriteOrder, *, num_bytes: int, write_s: float, reason: str) -> None:
+    def _say_done(self, order: WriteOrder, *, write_s: float, reason: str) -> None:
         done = OrderDone(
             generation=order.generation,
             rank=order.rank,
             order=order.kind,
             step=order.step,
-            num_bytes=num_bytes,
             write_s=write_s,
             reason=reason,
         )

@@ -34,13 +34,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from dougong.run import manifest  # noqa: E402
+from dougong.run.capture import write_snapshot  # noqa: E402
 from dougong.run.dcp_read import DurableState  # noqa: E402
 from dougong.run.dcp_shard import write_metadata, write_shard  # noqa: E402
 from dougong.run.manifest import LocalPlace, Manifest  # noqa: E402
 from dougong.run.reshard import state_for  # noqa: E402
 from dougong.run.sharding import Sharding  # noqa: E402
 from dougong.run.snapshot import SnapshotFiles  # noqa: E402
-from dougong.run.state import Progress, gather, is_array, put_back, read_tree, write_snapshot  # noqa: E402
+from dougong.run.state import Progress, gather, is_array, put_back, read_tree  # noqa: E402
 from dougong.run.tree import dismantle  # noqa: E402
 
 NUM_STEPS = 3
