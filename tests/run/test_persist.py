@@ -235,6 +235,17 @@ def test_a_new_generation_gives_up_what_is_in_hand(bench: Bench) -> None:
     assert not order_path(bench.node, 0, "shard").exists()
 
 
+def test_a_snapshot_from_before_a_roll_back_is_never_written_as_one_of_after_it(bench: Bench) -> None:
+    import msgspec
+
+    bench.submit(5)
+    bench.persister.move_to(msgspec.structs.replace(bench.place, generation=2))
+    wait_for(lambda: bench.persister.may_begin(6))
+    bench.persister.release()
+    orders = list(bench.node.root.glob("*.order"))
+    assert orders == [] and not any("g002" in path.name for path in (bench.root).rglob("step-*"))
+
+
 def test_letters_of_other_steps_and_generations_settle_nothing(bench: Bench) -> None:
     bench.submit(5)
     bench.serve()

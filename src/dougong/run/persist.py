@@ -90,7 +90,7 @@ class Persister:
         self._files = files
         self._storage, self._root = manifest.storage_at(place.checkpoint_url)
         self._planner = ShardPlanner(rank=place.rank)
-        self._requests: queue.SimpleQueue[PersistRequest | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_InHand | None] = queue.SimpleQueue()
         self._is_free = threading.Event()
         self._is_free.set()
         self._has_moved = threading.Event()
@@ -109,6 +109,7 @@ class Persister:
         """
         if self._is_free.is_set():
             self._is_free.clear()
+            self._busy_step = step
             return True
         self.num_skipped += 1
         self._skipped_step = step
@@ -139,12 +140,13 @@ class Persister:
     def begin_again(self, step: int, *, on_wait: Callable[[], None]) -> bool:
         """As `begin_last`, for a step whose checkpoint was skipped or given up. False = not every rank came to this."""
         self.wait_idle(on_wait=on_wait)
-        self._post(SaveAgain(generation=self._place.generation, rank=self._place.rank, step=step))
+        generation = self._place.generation
+        self._post(SaveAgain(generation=generation, rank=self._place.rank, step=step))
         deadline_ns = time.monotonic_ns() + round(self._place.commit_timeout_s * 1e9)
         while time.monotonic_ns() < deadline_ns:
             # the thread has nothing in hand, so the inbox is this thread's to read
             for path, letter in from_agent(self._place.node.inbox(self._place.rank)):
-                if isinstance(letter, Reopened) and letter.step == step:
+                if isinstance(letter, Reopened) and letter.step == step and letter.generation == generation:
                     path.unlink(missing_ok=True)
                     self._is_free.clear()
                     return True
@@ -163,7 +165,9 @@ class Persister:
         """Have the writer write it. `may_begin` must have said yes."""
         self._busy_step = request.step
         self._files.pin(request.index)
-        self._requests.put(request)
+        now_ns = time.monotonic_ns()
+        # with the generation of now: a roll-back may come before the thread does
+        self._requests.put(_InHand(request=request, place=self._place, began_ns=now_ns, sign_ns=now_ns))
 
     def move_to(self, place: WorkerPlace) -> None:
         """Later checkpoints belong to another generation; the one in hand can never be complete and is given up."""
@@ -183,15 +187,14 @@ class Persister:
 
     def _work(self) -> None:
         while True:
-            request = self._requests.get()
-            if request is None:
+            hand = self._requests.get()
+            if hand is None:
                 self._is_free.set()
                 self._has_moved.set()
                 continue
-            now_ns = time.monotonic_ns()
-            hand = _InHand(request=request, place=self._place, began_ns=now_ns, sign_ns=now_ns)
             try:
-                self._order_shard(hand)
+                if self._abandoned < hand.place.generation:
+                    self._order_shard(hand)
                 self._see_through(hand)
             except (OSError, DougongError, RuntimeError, ValueError, msgspec.MsgspecError) as error:
                 self._take_back(hand)
