@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 _CALL = re.compile(r"^(\d+)\s+(\w+)\(")
-_CHANGING = "write,pwrite64,fsync,ftruncate,fallocate,rename,renameat,unlink,mkdir,chmod,fchmod,fchmodat"
+_CHANGING = "write,pwritev,fsync,ftruncate,fallocate,rename,renameat,unlink,mkdir,chmod,fchmod,fchmodat"
 _TIMEOUT_S = 120.0
 
 
