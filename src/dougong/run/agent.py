@@ -122,7 +122,7 @@ class Agent:
         self._adopt()
         self._link_port = await self._links.open(_listen_host(self._settings))
         await self._zygote.start()
-        await self._writer.start()
+        await self._writer.take_over()
         watch = asyncio.create_task(self._watch())
         watch.add_done_callback(self._on_task_done)
         try:

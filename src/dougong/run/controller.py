@@ -23,7 +23,7 @@ from dougong.event.log import EventLog
 from dougong.run import decide as rules
 from dougong.run import letters, wire
 from dougong.run.announcements import Announcements
-from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_committed, newest_good
+from dougong.run.checkpoints import CheckpointDesk, CheckpointLetter, Outcome, newest_committed, newest_good
 from dougong.run.copy_rounds import CopiedJob, CopyRounds
 from dougong.run.evidence import Bundle, flights_of, write_bundle
 from dougong.run.fitness import Fitness, untested_at_start
@@ -574,7 +574,14 @@ class Controller:
                 self._follow(self._vigil.hear(letter, saved_step=saved_step, spares=spares, now_s=self._now_s()))
             case letters.Probed():
                 return  # its agent gathers these itself
-            case letters.ShardWritten() | letters.ShardFailed() | letters.ShardSkipped() | letters.MetadataWritten():
+            case (
+                letters.ShardWritten()
+                | letters.ShardFailed()
+                | letters.ShardSkipped()
+                | letters.ShardHeld()
+                | letters.SaveAgain()
+                | letters.MetadataWritten()
+            ):
                 self._spawn(self._see_to_checkpoint(letter))
 
     def _hear_end(self, node: NodeSession, message: wire.WorkerEnded) -> None:
@@ -684,9 +691,7 @@ class Controller:
             self._broadcast(order)
             self._record(event)
 
-    async def _see_to_checkpoint(
-        self, letter: letters.ShardWritten | letters.ShardFailed | letters.ShardSkipped | letters.MetadataWritten
-    ) -> None:
+    async def _see_to_checkpoint(self, letter: CheckpointLetter) -> None:
         generation = self._generation
         outcome = await self._desk.take(letter)
         self._record_all(outcome.events)
@@ -705,7 +710,7 @@ class Controller:
         match outcome.letter:
             case letters.WriteMetadata():
                 self._send_to_rank(0, wire.Deliver(rank=0, letter=outcome.letter))
-            case letters.CheckpointCommitted() | letters.DropCheckpoint():
+            case letters.CheckpointCommitted() | letters.DropCheckpoint() | letters.Reopened():
                 for placed in self._placement:
                     self._nodes[placed.component].send(wire.Deliver(rank=placed.rank, letter=outcome.letter))
             case None:
