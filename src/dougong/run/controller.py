@@ -402,6 +402,7 @@ class Controller:
         self._repairs.take_back(node)
         self._nodes[node.component] = self._nodes.pop(node.component)
         share = self._settings.num_accelerators // max(1, len(self._settings.nodes))
+        self._fitness.readmit(node.component)
         self._record(kinds.NodeRepaired(component=node.component))
         self._record(kinds.NodeJoined(component=node.component, role="spare", num_accelerators=share))
         connection.send(wire.Kill(generation=self._generation))
@@ -450,15 +451,21 @@ class Controller:
             self._nodes[component].send(order)
 
     def _see_to_preflight(self, view: rules.JobView) -> None:
-        if self._status != "preflight":
+        """Before a start all wait for it; a node that is free is tested while the others train."""
+        if self._status not in ("preflight", "running"):
             return
+        idle = [component for component in self._free_spares() if component in self._fitness.untested]
+        if self._status == "running" and idle and not self._fitness.is_testing:
+            addresses = {component: self._nodes[component].address for component in idle}
+            for component, order in self._fitness.begin(addresses, now_s=self._now_s()):
+                self._nodes[component].send(order)
         news = self._fitness.proceed(
             now_s=self._now_s(), usable=rules.usable_nodes(view), num_needed=len(self._settings.nodes)
         )
         self._record_all(news.events)
         for component, order in news.orders:
             self._nodes[component].send(order)
-        if news.is_over:
+        if news.is_over and self._status == "preflight":
             self._become(self._before_preflight)
 
     # --- what agents say ---
