@@ -99,10 +99,10 @@ class DirectFile:
         with contextlib.suppress(OSError):
             os.unlink(self._path)
 
-    def _flush(self, straight: memoryview = memoryview(b"")) -> None:
+    def _flush(self, *straight: memoryview) -> None:
         held, self._held_bytes = self._held_bytes, 0
         with memoryview(self._gathered) as gathered:
-            self._put([part for part in (gathered[:held], straight) if part])
+            self._put([part for part in (gathered[:held], *straight) if part])
 
     def _put(self, parts: list[memoryview]) -> None:
         self._on_chunk(sum(map(len, parts)))
