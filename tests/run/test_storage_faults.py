@@ -95,8 +95,8 @@ def test_a_run_goes_on_over_a_full_disk_says_so_once_and_saves_again_when_there_
         filler.unlink()
     done = runs.finish(process, run_dir)
     assert done.code == 0, done.report
-    assert len(done.events(StorageFailing)) == 1, done.report
-    (recovered,) = done.events(StorageRecovered)
+    assert [event.cause for event in done.events(StorageFailing)].count("full") == 1, done.report
+    (recovered,) = [event for event in done.events(StorageRecovered) if event.cause == "full"]
     assert recovered.num_missed >= 2
     assert done.events(JobFinished)
     saved = [event for event in done.events(CheckpointSaved) if event.tier == "durable"]
