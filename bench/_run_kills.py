@@ -39,7 +39,7 @@ BACK_LIMIT_S = 60.0
 COMPUTE_S = 0.1
 SMALL_MB = 0.3
 STEPS_BEFORE = 5
-NODE_EVERY_STEPS = 15
+NODE_EVERY_STEPS = 45  # copies on peers are made in rounds, some seconds apart
 SYSTEMS = (OURS, TORCHRUN_SAVING, DLROVER_RUN, NVRX)
 
 

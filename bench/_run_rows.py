@@ -195,12 +195,13 @@ def _node_rows(measured: Measured) -> list[Row]:
     if not measured.node_losses:
         return []
     recoveries = recoveries_of(measured.node_losses, "Dougong", is_full=True)
-    from_peer = [item.new_step_s for item in recoveries if item.new_step_s is not None and item.source == "peer"]
+    # the steps since the peer's copy was made are done again, as they would be since torchrun's last save
+    from_peer = [item.any_step_s for item in recoveries if item.any_step_s is not None and item.source == "peer"]
     torchrun = median(_new_steps_s(measured.kills, "torchrun", is_full=True))
     word = "torchrun's restart from disk" if torchrun is not None else "torchrun's restart from disk, cited"
     their_s = torchrun if torchrun is not None else CITED["full"][1]
     ours = median(from_peer)
-    name = f"node lost to first new step from a peer's copy, share of {word}"
+    name = f"node lost to first step from a peer's copy, share of {word}"
     if ours is None:
         name += " (not there: no restore came from a peer)"
     return [_row(name, None if ours is None else round(ours / their_s, 4), peer=1.0, limit=NODE_RATIO)]

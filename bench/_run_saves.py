@@ -26,7 +26,6 @@ from _run_systems import (
     load_1_min,
     memory_floor_s,
     options_of,
-    records_of,
     slowest_s,
     wait_for_records,
 )
@@ -37,7 +36,6 @@ from dougong.event.kinds import CheckpointSaved
 LIMIT_S = 400.0
 STEPS_OF_A_MEMORY_SAVE = 2  # within which a copy in memory is over
 OUR_EVERY = 7  # steps; a durable save takes about three
-OUR_MEMORY = msgspec.structs.replace(OURS, name="Dougong memory")
 
 
 class Method(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +56,7 @@ class SaveFigures(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     method: str
+    is_synced: bool
     is_busy: bool
     load_average: float
     base_step_s: float
@@ -77,7 +76,7 @@ METHODS = (
     Method(name="DCP async_save, tuned", system=DCP_TUNED, is_durable=True, is_synced=True, estimate_s=75),
     Method(name="DLRover memory", system=DLROVER_MEMORY, is_durable=False, is_synced=False, estimate_s=35),
     Method(name="DLRover disk", system=DLROVER_DISK, is_durable=True, is_synced=False, estimate_s=70),
-    Method(name="Dougong memory", system=OUR_MEMORY, is_durable=False, is_synced=False, estimate_s=30),
+    Method(name="Dougong memory", system=OURS, is_durable=False, is_synced=False, estimate_s=30),
     Method(name="Dougong", system=OURS, is_durable=True, is_synced=True, estimate_s=50),
 )
 BUSY_METHODS = ("DCP async_save, tuned", "DLRover disk", "Dougong memory", "Dougong")
@@ -88,7 +87,7 @@ def measure(method: Method, *, is_busy: bool, rounds: int, state_mb: float, dire
     """`rounds` saves and one more before them, in one start. Raises RuntimeError if the script does not end well."""
     load_average = load_1_min()
     arguments = {"state_mb": state_mb, "busy": is_busy, "floor_rounds": 5, "prepare": True}
-    is_ours = method.system.script == OURS.script
+    is_ours = method.system is OURS
     options: tuple[str, ...] = ()
     if is_ours:
         every = OUR_EVERY if method.is_durable else STEPS_OF_A_MEMORY_SAVE + 2
@@ -98,10 +97,8 @@ def measure(method: Method, *, is_busy: bool, rounds: int, state_mb: float, dire
     else:
         restores = rounds if method.name in RESTORED and not is_busy else 0
         arguments |= {"saves": rounds + 1, "quiet_steps": 3, "restore_rounds": restores}
-    system = msgspec.structs.replace(method.system, launcher=method.system.launcher)
-    with launched(OURS if is_ours else system, options_of(arguments), directory=directory, options=options) as launch:
-        wait_for_records(launch, limit_s=LIMIT_S)
-    records = records_of(directory)
+    with launched(method.system, options_of(arguments), directory=directory, options=options) as launch:
+        records = wait_for_records(launch, limit_s=LIMIT_S)
     saves = _our_saves(records, directory, method) if is_ours else _their_saves(records, method)
     return _figures(method, records, saves, is_busy=is_busy, load_average=load_average, directory=directory)
 
@@ -181,6 +178,7 @@ def _figures(
     lost_s = [sum((ends_ns[step] - ends_ns[step - 1]) / 1e9 - base_s for step in window) for window in windows]
     return SaveFigures(
         method=method.name,
+        is_synced=method.is_synced,
         is_busy=is_busy,
         load_average=load_average,
         base_step_s=base_s,
@@ -215,7 +213,7 @@ def _verdict(method: Method, directory: Path) -> Verdict | None:
     """Of a checkpoint that was written while training went on, read back."""
     if not method.is_durable:
         return None
-    if method.system.script == OURS.script:
+    if method.system is OURS:
         # the newest was written at the end, with nothing beside it
         return verify("dcp", newest(directory / "run" / "checkpoints", before_last=1))
     if method.system.script == TORCH_FILES.script:

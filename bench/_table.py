@@ -86,14 +86,13 @@ def _run_tables() -> Iterator[str]:
             step = "CPU-bound" if is_busy else "host-idle"
             yield from ("", f"Each way to save, {step} step of {saves[0]['base_step_s']:.2f} s; seconds, medians:", "")
             yield from _lines(
-                ("way", "held up", "lost", "durable after", "restore", "floor", "whole"),
+                ("way", "held up", "lost", "durable after", "fsync", "restore", "floor", "whole"),
                 [
                     (
                         figures["method"],
-                        *(
-                            _spread(figures[name])
-                            for name in ("block_s", "lost_s", "durable_s", "restore_s", "floor_s")
-                        ),
+                        *(_spread(figures[name]) for name in ("block_s", "lost_s", "durable_s")),
+                        "yes" if figures["is_synced"] else "no",
+                        *(_spread(figures[name]) for name in ("restore_s", "floor_s")),
                         _whole(figures["verdict"]),
                     )
                     for figures in saves
@@ -147,6 +146,16 @@ def _recovery(model: str, name: str) -> Callable[[Result], str]:
     return read
 
 
+def _lost_node(model: str, name: str) -> Callable[[Result], str]:
+    def read(result: Result) -> str:
+        row = result["models"][model]
+        low_s, high_s = row[f"{name}_first_step_s_range"]
+        share = f"{row['ratio']:.0%}: " if name == "ours" else "torchrun, one process lost: "
+        return f"{share}{row[f'{name}_first_step_s']:.2f} s ({low_s:.2f}–{high_s:.2f})"
+
+    return read
+
+
 def _beside(model: str, field: str, name: str, *, factor: float, unit: str) -> Callable[[Result], str]:
     def read(result: Result) -> str:
         value = result["models"][model][f"{name}_{field}"] * factor
@@ -196,6 +205,25 @@ def _month(result: Result) -> str:
     return f"simulated in {result['simulate_s']:.2f} s, scored in {result['score_s']:.2f} s"
 
 
+def _of_row(start: str) -> Callable[[Result], str]:
+    """The row whose name begins so, with its range where there were several."""
+
+    def read(result: Result) -> str:
+        row = next(row for row in result["rows"] if row["name"].startswith(start))
+        value = f"{row['ours']:.1%}" if not row["unit"] else f"{row['ours']:.3g} {row['unit']}"
+        return f"{value} ({row['range'][0]:.2f}–{row['range'][1]:.2f})" if row["num"] > 1 else value
+
+    return read
+
+
+def _effective(name: str) -> Callable[[Result], str]:
+    def read(result: Result) -> str:
+        row = next(row for row in result["rows"] if row["name"] == name)
+        return f"{row['ours']:.2%}, {row['lost_h']:.1f} h lost"
+
+    return read
+
+
 def _campaign(result: Result) -> str:
     passed = result["num_sequences"] - result["num_failed"]
     return f"{passed} of {result['num_sequences']} sequences, {result['num_faults']} faults"
@@ -226,6 +254,20 @@ ROWS = (
         _recovery("small", "torchrun"),
         "at most 50 %",
         _recovery("small", "unmodified"),
+    ),
+    Row(
+        "node lost → first step on a spare from the copy on another node, GPT of 129 MB state",
+        "peer_restore",
+        _lost_node("gpt", "torchrun"),
+        "at most 20 %",
+        _lost_node("gpt", "ours"),
+    ),
+    Row(
+        "the same, a state of 0.8 MB",
+        "peer_restore",
+        _lost_node("small", "torchrun"),
+        "at most 20 %",
+        _lost_node("small", "ours"),
     ),
     Row(
         "command → first step, small",
@@ -282,6 +324,76 @@ ROWS = (
         lambda result: "an undisturbed run",
         "all",
         _campaign,
+    ),
+    Row(
+        "256 agents on this machine: the controller at rest",
+        "scale_agents",
+        lambda result: "a core",
+        "less than 20 %",
+        _of_row("controller at rest"),
+    ),
+    Row(
+        "the same: a killed worker is found",
+        "scale_agents",
+        lambda result: "–",
+        "within 1 s",
+        _of_row("killed worker"),
+    ),
+    Row(
+        "the same: a stopped worker is found",
+        "scale_agents",
+        lambda result: "the rule: stopped for 1 s",
+        "within 3 s",
+        _of_row("stopped worker"),
+    ),
+    Row(
+        "the same: loss → every rank started and restored",
+        "scale_agents",
+        lambda result: "–",
+        "within 5 s",
+        _of_row("storm: loss → every rank"),
+    ),
+    Row(
+        "10,000 agents in virtual time: the controller at rest",
+        "scale_sim",
+        lambda result: "a core",
+        "less than a core",
+        _of_row("controller at rest"),
+    ),
+    Row(
+        "the same: a killed worker is found",
+        "scale_sim",
+        lambda result: "–",
+        "within 1 s",
+        _of_row("killed worker → found"),
+    ),
+    Row(
+        "the same: CPU time of a restart of all ranks",
+        "scale_sim",
+        lambda result: "–",
+        "within 30 s",
+        _of_row("killed worker: CPU time"),
+    ),
+    Row(
+        "4,000 cards for 20 days on `sim`, saved every minute",
+        "practices",
+        _effective("4,000 cards, 20 days: every 15 min, saves that block"),
+        "99 % effective",
+        _effective("4,000 cards, 20 days: every 1 min, saves beside training"),
+    ),
+    Row(
+        "10,000 cards for 30 days on `sim`",
+        "practices",
+        _effective("10,000 cards, 30 days: torchrun, torch.save its best interval"),
+        "99 % effective",
+        _effective("10,000 cards, 30 days: dougong"),
+    ),
+    Row(
+        "16,384 cards for 30 days on `sim`, a fault every 2.8 h",
+        "practices",
+        _effective("16,384 cards, 30 days: torchrun, torch.save its best interval"),
+        "99 % effective",
+        _effective("16,384 cards, 30 days: dougong"),
     ),
     Row(
         "2 ranks of 1.1 GB on disk, synced and checksummed",

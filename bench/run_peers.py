@@ -57,14 +57,19 @@ def main() -> int:
     found = machine()
     wanted = [unit for unit in _units(options, measured) if unit.part in options.only]
     absent = _say_what_is_absent()
-    failures = _measure_all(wanted, work=options.work)
     measured.sim_ettr = _sim_ettr(options.out.parent)
-    rows = rows_of(measured)
-    _print(measured, rows)
-    write_result(options.out, rows)
     details = {"machine": found, "state_mb": options.state_mb, "rounds": options.rounds, "not_installed": absent}
-    details |= {"versions": VERSIONS, "failures": failures, "measured": measured}
-    write_result(options.out.parent / "details" / options.out.name, details)
+    failures: list[str] = []
+
+    def keep() -> None:
+        write_result(options.out, rows_of(measured))
+        facts = {**details, "versions": VERSIONS, "failures": failures, "measured": measured}
+        write_result(options.out.parent / "details" / options.out.name, facts)
+
+    _measure_all(wanted, failures, work=options.work, keep=keep)
+    _print(measured, rows_of(measured))
+    for failure in failures:
+        print(f"NOT MEASURED: {failure}")
     return 1 if failures else 0
 
 
@@ -113,7 +118,7 @@ def _units(options: argparse.Namespace, measured: Measured) -> list[Unit]:
         measured.ettr.append(figures)
 
     units += [
-        Unit(name=f"node lost, start {number + 1}", part="nodes", estimate_s=35, measure=nodes)
+        Unit(name=f"node lost, start {number + 1}", part="nodes", estimate_s=55, measure=nodes)
         for number in range(PASSES)
     ]
     units.append(Unit(name="SIGSTOP", part="stops", estimate_s=25, measure=stops))
@@ -123,7 +128,7 @@ def _units(options: argparse.Namespace, measured: Measured) -> list[Unit]:
 
 
 def _save_unit(method: _run_saves.Method, options: argparse.Namespace, measured: Measured, *, is_busy: bool) -> Unit:
-    is_ours = method.system.script == OURS.script
+    is_ours = method.system is OURS
     rounds = options.rounds if is_ours or not is_busy else max(1, options.rounds - 2)
 
     def measure(directory: Path) -> None:
@@ -168,9 +173,11 @@ def _say_what_is_absent() -> list[str]:
     return absent
 
 
-def _measure_all(units: Sequence[Unit], *, work: Path | None) -> list[str]:
-    """Each in turn, in a directory that is removed after it; what could not be measured, in words."""
-    failures: list[str] = []
+def _measure_all(units: Sequence[Unit], failures: list[str], *, work: Path | None, keep: Callable[[], None]) -> None:
+    """Each in turn, in a directory that is removed after it, with all that is known kept after each.
+
+    What could not be measured goes into `failures` in words. Ctrl-C ends it there.
+    """
     began_s = time.monotonic()
     done_s = 0.0
     for number, unit in enumerate(units):
@@ -190,19 +197,23 @@ def _measure_all(units: Sequence[Unit], *, work: Path | None) -> list[str]:
         except (RuntimeError, OSError, AssertionError, LookupError, ValueError) as error:
             traceback.print_exc()
             failures.append(f"{unit.name}: {error}")
+        except KeyboardInterrupt:
+            failures.append(f"{unit.name} and what comes after it: interrupted")
+            return
         finally:
             shutil.rmtree(directory, ignore_errors=True)
+            keep()
         done_s += unit.estimate_s
-    return failures
 
 
 def _sim_ettr(results: Path) -> float | None:
-    """From the simulated practices, if they were run: the one with one fault per 2.8 h at the measured costs."""
+    """From the simulated practices (bench/practices.py), if they were run: the worst row with a fault every 2.8 h."""
     path = results / "practices.json"
     if not path.exists():
         return None
-    value = msgspec.json.decode(path.read_bytes()).get("ettr_at_measured_costs")
-    return float(value) if isinstance(value, int | float) else None
+    rows = msgspec.json.decode(path.read_bytes())["rows"]
+    found = [row["ours"] for row in rows if row["limit"] is not None and row["name"].startswith("16,384 cards")]
+    return min(found) if found else None
 
 
 def _print(measured: Measured, rows: Sequence[Row]) -> None:
@@ -210,6 +221,7 @@ def _print(measured: Measured, rows: Sequence[Row]) -> None:
         _print_saves([figures for figures in measured.saves if figures.is_busy == is_busy], is_busy=is_busy)
     for is_full in (True, False):
         _print_kills(measured.kills, is_full=is_full)
+    _print_node_losses(measured.node_losses)
     print()
     table = [
         (row.name, _number(row.ours), _number(row.peer), _number(row.floor), _number(row.limit), _judged(row))
@@ -225,7 +237,19 @@ def _print_saves(saves: Sequence[_run_saves.SaveFigures], *, is_busy: bool) -> N
     if not saves:
         return
     print(f"\nOne save, step of 0.5 s {'CPU-bound' if is_busy else 'host-idle'}: median (range), seconds")
-    header = ("method", "first", "held up", "lost", "durable after", "restore", "base step", "floor", "whole", "load")
+    header = (
+        "method",
+        "first",
+        "held up",
+        "lost",
+        "durable after",
+        "fsync",
+        "restore",
+        "base step",
+        "floor",
+        "whole",
+        "load",
+    )
     print_table(
         header,
         [
@@ -235,6 +259,7 @@ def _print_saves(saves: Sequence[_run_saves.SaveFigures], *, is_busy: bool) -> N
                 _spread(figures.block_s),
                 _spread(figures.lost_s),
                 _spread(figures.durable_s),
+                "yes" if figures.is_synced else "no",
                 _spread(figures.restore_s),
                 f"{figures.base_step_s:.3f}",
                 _spread(figures.floor_s),
@@ -262,6 +287,26 @@ def _print_kills(kills: Sequence[_run_kills.KillFigures], *, is_full: bool) -> N
         without = _number(median(without_step_s(kills, name, is_full=is_full)))
         table.append((name, *at_s, _spread(new_s), without, str(num_never)))
     print_table((*header, "new step", "without step", "never back"), table)
+
+
+def _print_node_losses(losses: Sequence[_run_kills.KillFigures]) -> None:
+    recoveries = recoveries_of(losses, OURS.name, is_full=True)
+    if not recoveries:
+        return
+    print("\nA node lost, one after the other: seconds after the loss")
+    print_table(
+        ("restored from", "detected", "started", "loaded", "any step", "new step", "redone"),
+        [
+            (
+                item.source or "never",
+                *(_number(getattr(item, name)) for name in ("detected_s", "started_s", "loaded_s")),
+                _number(item.any_step_s),
+                _number(item.new_step_s),
+                "-" if item.num_redone is None else str(item.num_redone),
+            )
+            for item in recoveries
+        ],
+    )
 
 
 def _known(recoveries: Sequence[Any], stage: str) -> list[float]:

@@ -25,7 +25,7 @@ PUBLIC = {
     "Job": ("steps", "num_steps", "num_tokens", "resumed_step", "compiling", "evaluating"),
     "Step": ("record",),
 }
-LOOP = ("restore", "begin_step", "end_step", "finish", "batches", "num_steps")
+LOOP = ("restore", "begin_step", "end_step", "evaluating", "finish", "batches", "num_steps")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 MARK = re.compile(r"<!-- from code: ([a-z-]+) -->")
 
@@ -79,6 +79,17 @@ def write_init_process_group() -> Iterator[str]:
     import dougong
 
     yield from _member("init_process_group", dougong.init_process_group, level=2)
+
+
+def write_global_batches() -> Iterator[str]:
+    import dougong
+
+    value = dougong.GlobalBatches
+    signature = str(inspect.signature(value)).replace("'", "").removesuffix(" -> None")
+    yield from ("## class GlobalBatches", "", "```python", f"GlobalBatches{signature}", "```", "")
+    yield from (inspect.getdoc(value) or "", "")
+    for member in ("loss_weight", "whole", "own"):
+        yield from _member(f"GlobalBatches.{member}", inspect.getattr_static(value, member))
 
 
 def write_loop() -> Iterator[str]:
@@ -159,6 +170,7 @@ WRITERS: dict[str, Callable[[], Iterator[str]]] = {
     "command-line": write_command_line,
     "attach": write_attach,
     "init-process-group": write_init_process_group,
+    "global-batches": write_global_batches,
     "loop": write_loop,
     "logs": write_logs,
     "bench-results": write_bench_results,

@@ -25,6 +25,7 @@ WHOLE = Verdict(directory="step-000000007-g001", num_tensors=882, num_bytes=1, s
 def saves(method: str, *, block_s: float, lost_s: float, durable_s: float, is_busy: bool = False) -> SaveFigures:
     return SaveFigures(
         method=method,
+        is_synced=True,
         is_busy=is_busy,
         load_average=0.1,
         base_step_s=0.6,

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from dougong.cli import run_options
 from dougong.cli.run import run
-from dougong.cli.run_options import Membership, RunOptions, Shape, endpoint, membership, shape, slurm_hosts
+from dougong.cli.run_options import Membership, RunOptions, Shape, endpoint, membership, mtbf_s, shape, slurm_hosts
 from dougong.errors import UserError
 
 
@@ -41,7 +41,8 @@ def parsed(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> RunOptions:
         ({}, Shape(num_nodes=1, procs_per_node=1)),
         ({"nodes": 3, "procs_per_node": 2}, Shape(num_nodes=3, procs_per_node=2)),
         ({"nnodes": "2", "nproc_per_node": "4"}, Shape(num_nodes=2, procs_per_node=4)),
-        ({"nnodes": "1:4"}, Shape(num_nodes=4, procs_per_node=1)),
+        ({"nnodes": "1:4"}, Shape(num_nodes=4, procs_per_node=1, min_nodes=1)),
+        ({"nodes": 4, "min_nodes": 3}, Shape(num_nodes=4, procs_per_node=1, min_nodes=3)),
         ({"nnodes": "2:2", "nodes": 2}, Shape(num_nodes=2, procs_per_node=1)),
         ({"nproc_per_node": "cpu"}, Shape(num_nodes=1, procs_per_node=6)),
         ({"nproc_per_node": "3", "procs_per_node": 3}, Shape(num_nodes=1, procs_per_node=3)),
@@ -254,3 +255,16 @@ def test_a_node_list_that_cannot_be_read_is_a_mistake_that_shows_it(text: str) -
     with pytest.raises(UserError) as caught:
         slurm_hosts(text)
     assert text in caught.value.what
+
+
+def test_the_time_between_failures_is_a_duration() -> None:
+    assert mtbf_s(options()) == 0.0
+    assert mtbf_s(options(mtbf="3h")) == 10_800.0
+    for wrong in ("often", "0h", "3 parsecs"):
+        with pytest.raises(UserError):
+            mtbf_s(options(mtbf=wrong))
+
+
+def test_the_time_between_failures_has_no_effect_on_intervals_that_were_told() -> None:
+    assert options(mtbf="3h").without_effect == ("--mtbf",)
+    assert options(mtbf="3h", memory_every=0).without_effect == ()

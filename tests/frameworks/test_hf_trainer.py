@@ -67,7 +67,7 @@ def test_killed_workers_leave_no_trace(run_dir: Path, undisturbed) -> None:
 
 
 def test_a_lost_node_leaves_no_trace(run_dir: Path, undisturbed) -> None:
-    done, result = train(run_dir, *NODE_LOSS, options=(*SAVES, "--spares", "1"))
+    done, result = train(run_dir, *NODE_LOSS, options=(*SAVES, "--set", "save.peer_copies=0", "--spares", "1"))
     assert [event.restore_source for event in done.events(RecoveryDecided)] == ["durable"]
     assert_same(done, result, undisturbed)
 

@@ -276,6 +276,12 @@ def test_a_copy_that_could_not_be_had_is_rejected_with_the_reason(cluster: Clust
     assert (bad.component, bad.rank, bad.generation, bad.step) == (SPARE, 1, 1, 10)
 
 
+def test_a_copy_of_a_state_that_is_not_trusted_is_not_offered(cluster: Cluster) -> None:
+    cluster.hold(A, (0, A, 10), (0, A, 20))
+    offered = cluster.copies.copies(trusts=lambda generation, step: step <= 15)
+    assert [copy.snapshot.step for copy in offered] == [10]
+
+
 def test_the_anchor_is_the_newest_state_that_every_rank_has_somewhere(cluster: Cluster) -> None:
     assert newest_complete((), world_size=2) == NO_ANCHOR
     cluster.hold(A, (0, A, 10), (0, A, 20))

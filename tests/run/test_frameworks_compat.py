@@ -39,7 +39,7 @@ def test_flash_checkpoint_goes_through_faults(run_dir: Path, tmp_path: Path) -> 
     kill = "kind: kill-worker, at_step: 10, rank: 1"
     loss = "kind: kill-node, at_step: 30, node: local/rack-01/node-02"
     chaos = runs.write_chaos(tmp_path / "chaos.yaml", kill, loss)
-    done = train(run_dir, "--spares", "1", "--chaos", str(chaos))
+    done = train(run_dir, "--spares", "1", "--set", "save.peer_copies=0", "--chaos", str(chaos))
     decided = [(event.restore_source, event.restore_step) for event in done.events(RecoveryDecided)]
     assert decided == [("memory", 8), ("durable", 24)]
     assert weight(done) == weight(quiet), "dropout too goes on as it would have"

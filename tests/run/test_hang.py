@@ -228,7 +228,8 @@ def test_a_lock_between_steps_is_found_as_soon_as_one_in_a_step() -> None:
 
 
 def test_a_broken_link_between_living_ranks_is_found_by_their_unwinding() -> None:
-    ranks = [silent(0, 2, phase=Phase.UNWOUND, activity="timer"), silent(1, 2, phase=Phase.UNWOUND, activity="timer")]
+    late_s = RULE.unwound_s + 0.5
+    ranks = [silent(rank, late_s, phase=Phase.UNWOUND, activity="timer") for rank in (0, 1)]
     finding = find_hang(ranks, learnt=KNOWN, rule=RULE)
     assert finding is not None
     assert finding.kind == "unwound"

@@ -12,7 +12,7 @@ from dougong.run.log_continuation import TensorBoardLog, keep_mlflow_run, log_di
 
 
 def test_loggers_are_told_their_run(tmp_path: Path) -> None:
-    found = log_variables(RunDirectory(tmp_path), run_id="ab12", environment={})
+    found = log_variables(RunDirectory(tmp_path), run_id="ab12", rank=0, environment={})
     assert found == {
         "WANDB_RUN_ID": "dougong-ab12",
         "WANDB_RESUME": "allow",
@@ -22,16 +22,19 @@ def test_loggers_are_told_their_run(tmp_path: Path) -> None:
 
 def test_what_the_user_has_set_stays(tmp_path: Path) -> None:
     own = {"WANDB_RUN_ID": "mine", "TENSORBOARD_LOGGING_DIR": "/logs"}
-    assert log_variables(RunDirectory(tmp_path), run_id="ab12", environment=own) == {}
+    assert log_variables(RunDirectory(tmp_path), run_id="ab12", rank=0, environment=own) == {}
 
 
 def test_an_mlflow_run_is_known_once_the_server_has_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Place:
         run = RunDirectory(tmp_path)
+        rank = 1
 
     monkeypatch.setattr(log_continuation, "worker_place", lambda: Place)
     keep_mlflow_run("0af3")
-    assert log_variables(RunDirectory(tmp_path), run_id="ab12", environment={})["MLFLOW_RUN_ID"] == "0af3"
+    found = log_variables(RunDirectory(tmp_path), run_id="ab12", rank=1, environment={})
+    assert (found["MLFLOW_RUN_ID"], found["WANDB_RUN_ID"]) == ("0af3", "dougong-ab12-rank-1")
+    assert "MLFLOW_RUN_ID" not in log_variables(RunDirectory(tmp_path), run_id="ab12", rank=0, environment={})
     assert log_directory() == tmp_path / "tracking"
 
 

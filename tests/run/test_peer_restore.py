@@ -34,7 +34,7 @@ from tests.run.made_copies import flip_a_bit
 pytest.importorskip("torch", reason="torch is not installed (extra: train)")
 pytestmark = pytest.mark.processes
 
-FIRST, SECOND, THIRD, FOURTH, FIFTH = (f"local/rack-01/node-0{number}" for number in range(1, 6))
+FIRST, SECOND, THIRD, FOURTH = (f"local/rack-01/node-0{number}" for number in range(1, 5))
 STEPS = ("--steps", "150")
 OFTEN = ("--memory-every", "1", "--set", "save.peer_every_s=0", "--set", "save.peer_busy_ratio=1")
 NEVER = ("--durable-every", "1000")
@@ -113,21 +113,33 @@ def test_a_lost_nodes_rank_comes_back_on_the_spare_from_the_copy(run_dir: Path, 
     assert done.score()["interruptions"] == 1
 
 
-def test_the_spare_fetches_the_state_from_a_node_that_trains_and_is_copied_again_afterwards(
-    run_dir: Path, tmp_path: Path
+def test_the_spare_fetches_the_state_from_another_node_and_is_copied_itself_afterwards(
+    run_dir: Path, undisturbed: runs.Finished
 ) -> None:
-    reference = runs.run(tmp_path / "undisturbed", *NEVER, arguments=STEPS, nodes=3)
     chaos = runs.write_chaos(
-        tmp_path / "chaos.yaml",
+        run_dir.parent / "chaos.yaml",
         f"kind: kill-node, at_step: 40, node: {SECOND}",
         f"kind: kill-node, at_step: 100, node: {FIRST}",
     )
-    done = runs.run(run_dir, *OFTEN, *NEVER, "--spares", "2", "--chaos", str(chaos), arguments=STEPS, nodes=3)
-    assert_same(done, reference, num_ranks=3)
-    assert [event.restore_source for event in done.events(RecoveryDecided)] == ["peer", "peer"]
-    assert all("from the copy on" in event.reason for event in done.events(RecoveryDecided))
-    assert f"rank 1 from the copy on {FIFTH}" in done.events(RecoveryDecided)[0].reason
-    assert done.events(GenerationStarted)[1].placement[1].component == FOURTH, "not the node that has the copy"
+    done = runs.run(run_dir, *OFTEN, *NEVER, "--spares", "2", "--chaos", str(chaos), arguments=STEPS)
+    assert_same(done, undisturbed)
+    first, second = done.events(RecoveryDecided)
+    assert (first.restore_source, second.restore_source) == ("peer", "peer")
+    assert first.reason.endswith(f"rank 0 from own memory, rank 1 from the copy on {FOURTH}")
+    assert done.events(GenerationStarted)[1].placement[1].component == THIRD, "not the node that has the copy"
+    assert "rank 1 from own memory, rank 0 from the copy on" in second.reason
+
+
+def test_a_survivor_stays_in_its_process_and_goes_back_to_what_its_node_kept(
+    run_dir: Path, undisturbed: runs.Finished
+) -> None:
+    chaos = runs.write_chaos(run_dir.parent / "chaos.yaml", f"kind: kill-node, at_step: 60, node: {SECOND}")
+    options = (*OFTEN, *NEVER, "--spares", "2", "--chaos", str(chaos))
+    done = runs.run(run_dir, *options, arguments=(*STEPS, "--replaceable"))
+    assert_same(done, undisturbed)
+    (decided,) = done.events(RecoveryDecided)
+    assert (decided.rung, decided.restore_source) == ("in-process", "peer")
+    assert (run_dir / "logs" / "rank-0.log").read_text(errors="replace").count("--- generation") == 1
 
 
 def test_a_node_lost_together_with_its_copies_is_replaced_from_the_durable_checkpoint(

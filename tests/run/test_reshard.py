@@ -37,9 +37,10 @@ LAYOUTS = [
     ("fsdp", (4, 3, 4)),
     ("hsdp", (4, 2)),
     ("tp", (4, 2)),
-    ("fsdp_tp", (4, 2, 4)),
+    ("fsdp_tp", (4, 2)),
     ("zero", (4, 3, 4)),
-    ("pipeline", (4, 2, 4)),
+    ("pipeline", (2, 4)),
+    ("named_pipeline", (4, 2)),
 ]
 
 

@@ -53,7 +53,7 @@ from dougong.run.letters import (
 )
 from dougong.run.log_continuation import ContinuedWriter
 from dougong.run.loss_gate import LossGate
-from dougong.run.page import ControlFault, Page, Phase, StepRecord
+from dougong.run.page import ControlFault, Page, Phase, SaveTimes, StepRecord
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
 from dougong.run.put_in import move_out, tree_in_place
@@ -166,6 +166,9 @@ class Job:
                     mend="give the other objects to the first attach(), as further keyword arguments",
                 )
             self._page.mark_attached()
+            self._save_times = SaveTimes(
+                memory_every_steps=self._place.memory_every_steps, durable_every_steps=self._place.durable_every_steps
+            )
             _leave_sigterm_to_the_launcher()
             self._files = SnapshotFiles(self._place.node.snapshot(self._place.rank))
             self._persister = Persister(self._place, self._files)
@@ -372,6 +375,8 @@ class Job:
             skips=letter.skips,
         )
         self._persister.move_to(self._place)
+        if self._page is not None:
+            self._save_times.take(self._page.save_order, step=None)
         self._watch.move_to(letter.generation)
         for part in self._parts.values():
             if hasattr(part, "zero_grad"):
@@ -389,8 +394,8 @@ class Job:
         if place is None or page is None:
             return
         wants_stop = bool(page.stop_at_step) and self._step >= page.stop_at_step
-        is_due = self._step % place.durable_every_steps == 0
-        is_memory_due = self._step % place.memory_every_steps == 0
+        self._save_times.take(page.save_order, step=self._step)
+        is_due, is_memory_due = self._save_times.is_durable(self._step), self._save_times.is_due(self._step)
         if wants_stop or is_due or is_memory_due:
             self._save_if_good(
                 is_memory_due=is_memory_due, is_due=is_due, is_last=wants_stop or (is_due and self._step == self._until)
@@ -724,6 +729,16 @@ class Job:
     def is_in_run(self) -> bool:
         """This process was started by `dougong run`, so its state is saved."""
         return self._place is not None
+
+    @property
+    def num_skips(self) -> int:
+        """Batches that the run wants left out, since they made the loss bad."""
+        return 0 if self._place is None else len(self._place.skips)
+
+    def is_at(self, phase: Phase) -> None:
+        """A sign of life from a framework that tells its phases by callbacks."""
+        if self._page is not None:
+            self._page.enter(phase, now_ns=time.monotonic_ns())
 
     def take_in(self, **parts: Any) -> None:
         """More parts of the state, for a framework that makes them after the job."""

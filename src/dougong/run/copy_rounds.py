@@ -112,13 +112,15 @@ class CopyRounds:
         text = f"a copy of a memory checkpoint was not made: {held.problem}"
         return (WarningRaised(component=session.component, text=text),)
 
-    def copies(self) -> tuple[Copy, ...]:
-        """All that living nodes have. Where the port is 0 only the node's own ranks can have them."""
+    def copies(self, *, trusts: Callable[[int, int], bool] = lambda generation, step: True) -> tuple[Copy, ...]:
+        """All that living nodes have of trusted states (`trusts(generation, step)`). Where the port is 0 only the
+        node's own ranks can have them."""
         return tuple(
             Copy(courier=_address(session), owner=copy.owner, snapshot=copy.snapshot)
             for session in self._sessions.values()
             if session.connection is not None and not session.is_lost
             for copy in session.copies
+            if trusts(copy.snapshot.generation, copy.snapshot.step)
         )
 
     @property

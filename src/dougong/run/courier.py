@@ -69,11 +69,10 @@ class Courier:
             order = self._order
             if order is not None and (round_ is None or not round_.is_of(order)):
                 round_ = _Round(order)
-            if round_ is None or round_.is_done(self._settings.procs_per_node):
-                self._has_new_order.wait()
+            is_done = round_ is None or round_.is_done(self._settings.procs_per_node)
+            if round_ is None or is_done or not self._advance(round_):
+                self._has_new_order.wait(None if is_done else _POLL_S)
                 self._has_new_order.clear()
-            elif not self._advance(round_):
-                self._has_new_order.wait(_POLL_S)
 
     def _advance(self, round_: _Round) -> bool:
         """Keep what the ranks have saved since, else send one copy. Was there anything to do?"""

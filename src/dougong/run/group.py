@@ -61,6 +61,11 @@ class ReplaceableGroup(dist.ProcessGroup):
             self.replace(store, generation=0)
 
     @property
+    def carries_cpu(self) -> bool:
+        """Can tensors in the memory of the CPU be sent over it?"""
+        return self._inner_backend != "nccl"
+
+    @property
     def is_alone(self) -> bool:
         """Is this rank still building what its peers have built long ago?"""
         return isinstance(self._inner, Alone)

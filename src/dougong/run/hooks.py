@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from dougong.errors import UserError
 from dougong.run.attach import Job, Stateful, Step, attach
+from dougong.run.page import Phase
 
 
 def loop(
@@ -94,7 +95,16 @@ class Loop:
             yield batch
 
     def restore(self) -> int:
-        """Put back the newest saved state, in place; the number of steps that are finished, 0 at first."""
+        """Put back the newest saved state, in place; the number of steps that are finished, 0 at first.
+
+        Raises UserError if batches are to be left out, which only `job.steps()` can do.
+        """
+        if self.job.num_skips:
+            raise UserError(
+                "the run wants batches left out that made the loss bad; a loop of its own cannot do that",
+                where="--set policy.bad_loss=roll-back-and-skip",
+                mend="say policy.bad_loss=stop or ignore, or use dougong.attach",
+            )
         self._is_restored = True
         return self.job.restore()
 
@@ -120,6 +130,7 @@ class Loop:
         loss: float | torch.Tensor | None = None,
         tokens: int | None = None,
         samples: Sequence[int] | None = None,
+        grad_norm: float | torch.Tensor | None = None,
     ) -> None:
         """The step is finished: its optimizer has stepped. What this rank did is recorded as by `Step.record`."""
         step, self._step = self._step, None
@@ -127,10 +138,15 @@ class Loop:
             raise UserError(
                 "end_step() came without begin_step()", where="Loop.end_step()", mend="call begin_step() before each"
             )
-        step.record(loss=loss, tokens=tokens, samples=samples)
+        step.record(loss=loss, tokens=tokens, samples=samples, grad_norm=grad_norm)
         step.data_wait_ns, self._data_wait_ns = self._data_wait_ns, 0
         step.end()
         self._is_save_pending = True
+
+    def evaluating(self, *, is_over: bool = False) -> None:
+        """An evaluation between two steps begins, makes progress, or is over; each call is a sign of life."""
+        if self._step is None:
+            self.job.is_at(Phase.BETWEEN if is_over else Phase.EVALUATION)
 
     def save_pending(self) -> None:
         """Save now what `begin_step` would save, for a loop that reads the next batch before the step begins."""

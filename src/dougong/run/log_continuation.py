@@ -88,37 +88,38 @@ def keep_mlflow_run(run_id: str) -> None:
     """Have later starts of this run go on in the MLflow run that the server has just made.
 
     Only the server can make an id, so the first start tells it: `dougong.keep_mlflow_run(mlflow.start_run().info
-    .run_id)`. From the next start on MLFLOW_RUN_ID is set, which `mlflow.start_run()` takes up. Call it on one rank.
+    .run_id)`. From the next start on MLFLOW_RUN_ID is set for this rank, and `mlflow.start_run()` takes it up.
     """
     place = worker_place()
     if place is not None:
-        write_atomically(_mlflow_run(place.run), run_id.encode())
+        write_atomically(_mlflow_run(place.run, rank=place.rank), run_id.encode())
 
 
-def log_variables(run: RunDirectory, *, run_id: str, environment: Mapping[str, str]) -> dict[str, str]:
+def log_variables(run: RunDirectory, *, run_id: str, rank: int, environment: Mapping[str, str]) -> dict[str, str]:
     """What loggers read from a worker's environment so that they go on where they were.
 
-    What the user has set stays. A W&B run is named after this run and resumed if it exists; TensorBoard's directory is
-    what the callback of Hugging Face reads. Sources: the environment variables of wandb, mlflow, transformers.
+    What the user has set stays. A W&B run is named after this run, and the rank if it is not 0, and resumed if it
+    exists; TensorBoard's directory is what the callback of Hugging Face reads. Sources: the environment variables of
+    wandb, mlflow, transformers.
     """
     wanted = {
-        "WANDB_RUN_ID": f"dougong-{run_id}",
+        "WANDB_RUN_ID": f"dougong-{run_id}" if rank == 0 else f"dougong-{run_id}-rank-{rank}",
         "WANDB_RESUME": "allow",
         "TENSORBOARD_LOGGING_DIR": str(run.tracking),
     }
-    if (kept := _kept_mlflow_run(run)) is not None:
+    if (kept := _kept_mlflow_run(run, rank=rank)) is not None:
         wanted["MLFLOW_RUN_ID"] = kept
     if "WANDB_RUN_ID" in environment:  # the user's own run is resumed by the user's own rule
         del wanted["WANDB_RESUME"]
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
-def _kept_mlflow_run(run: RunDirectory) -> str | None:
+def _kept_mlflow_run(run: RunDirectory, *, rank: int) -> str | None:
     try:
-        return _mlflow_run(run).read_text()
+        return _mlflow_run(run, rank=rank).read_text()
     except OSError:  # none was kept, or the disk fails; a start does not fail for the sake of a log
         return None
 
 
-def _mlflow_run(run: RunDirectory) -> Path:
-    return run.root / "mlflow-run-id"
+def _mlflow_run(run: RunDirectory, *, rank: int) -> Path:
+    return run.root / "mlflow" / f"rank-{rank}"

@@ -72,7 +72,7 @@ class _Plan:
         self._saved = saved
         self._rank = sharding.rank
         self._is_new = self._rank >= saved.world_size
-        self._is_pipeline = sharding.stage is not None or sharding.is_told
+        self._is_pipeline = sharding.is_pipeline
         check_parts(saved.rank_tree(self._rank % saved.world_size), parts)
         self._live = part_trees(parts)
         _, leaves = dismantle(self._live, is_leaf=is_array)

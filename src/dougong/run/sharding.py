@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dougong.errors import UserError
 from dougong.run.extent import Extent, whole
+from dougong.run.group import ReplaceableGroup
 from dougong.run.optimizer_state import Names, is_like_parameter, is_zero, parameter_names, parameters_by_key, unwrapped
 from dougong.run.tree import Leaf
 
@@ -69,7 +70,8 @@ class Sharding:
         self.rank = rank
         self.world_size = world_size
         self.stage = stage
-        self.is_told = replicated_over is not None
+        self.is_pipeline = stage is not None or (replicated_over is not None and len(replicated_over) < world_size)
+        """Do other ranks hold other parameters?"""
         self._parts = parts
         self._ddp = next((part for part in parts.values() if isinstance(part, DistributedDataParallel)), None)
         self._replicated = self._ranks_of_replicas(replicated_over)
@@ -320,4 +322,6 @@ def _refuse_interleaved(path: Path, shape: tuple[int, ...], mesh: DeviceMesh, pl
 
 
 def _carries_cpu(group: dist.ProcessGroup) -> bool:
+    if isinstance(group, ReplaceableGroup):
+        return group.carries_cpu
     return torch.device("cpu") in group._device_types

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
+import dougong  # noqa: E402
 from dougong.run import manifest  # noqa: E402
 from dougong.run.capture import write_snapshot  # noqa: E402
 from dougong.run.dcp_read import DurableState  # noqa: E402
@@ -92,6 +93,8 @@ class World:
 
     data_rank = 0
     num_inputs = 5
+    stage = 0
+    group: Any = None
 
     def _ddp(self) -> None:
         self.data_rank = self.rank
@@ -147,14 +150,28 @@ class World:
 
     def _pipeline(self) -> None:
         """Two stages that use the same names for other parameters; replicas of a stage under DDP."""
+        stage = self._stage()
+        self.told = {"stage": stage}
+
+    def _named_pipeline(self) -> None:
+        """Two stages whose parameters have the names of the whole model, as torch's own pipelines have."""
+        self._stage(has_own_name=True)
+        self.told = {"replicated_over": dist.get_process_group_ranks(self.group)}
+
+    def _stage(self, *, has_own_name: bool = False) -> int:
         stage, self.data_rank = divmod(self.rank, self.world_size // 2)
         groups = [dist.new_group(range(s * self.world_size // 2, (s + 1) * self.world_size // 2)) for s in (0, 1)]
         torch.manual_seed(100 + stage + torch.initial_seed())
         layer: nn.Module = nn.Sequential(nn.Linear(5 + stage, 7), nn.ReLU(), nn.Linear(7, 2))
         self.num_inputs = 5 + stage
-        self.model = DistributedDataParallel(layer, process_group=groups[stage])
+        if has_own_name:
+            inner, layer = layer, nn.ModuleDict({f"layer{stage}": layer})
+            layer.forward = inner.forward
+        self.group = groups[stage]
+        self.model = DistributedDataParallel(layer, process_group=self.group)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.told = {"stage": stage}
+        self.stage = stage
+        return stage
 
     # --- what all ranks have together, by other means than those under test ---
 
@@ -275,14 +292,17 @@ def _zeroed(value: Any) -> Any:
 
 
 def one_rank(layout: str, root: Path, *, rank: int, world_size: int, number: int) -> dict[str, Any]:
-    dist.init_process_group("gloo")
+    if layout == "ddp":  # over a group that can be replaced
+        dougong.init_process_group()
+    else:
+        dist.init_process_group("gloo")
     said: dict[str, Any] = {"rank": rank, "differing": []}
     world = World(layout, rank=rank, world_size=world_size, seed=number)
     # of the buffers that DDP broadcasts, those of rank 0 count
     mine = root / f"reference-{number - 1}-{0 if layout == 'ddp' else rank}.pt"
-    if layout == "pipeline" and number:
+    if "pipeline" in layout and number:
         before_size = int(sys.argv[2 + number])
-        mine = root / f"reference-{number - 1}-{world.told['stage'] * before_size // 2}.pt"
+        mine = root / f"reference-{number - 1}-{world.stage * before_size // 2}.pt"
     if number:
         sizes = [int(text) for text in sys.argv[3:]]
         before_size = sizes[number - 1]
@@ -294,7 +314,7 @@ def one_rank(layout: str, root: Path, *, rank: int, world_size: int, number: int
     save(world, root, step=(number + 1) * NUM_STEPS)
     reference = world.reference()
     torch.save(reference, root / f"reference-{number}-{rank}.pt")
-    if layout not in ("zero", "pipeline"):
+    if layout != "zero" and "pipeline" not in layout:
         said["plain_dcp"] = differing_by_plain_dcp(world, root, step=(number + 1) * NUM_STEPS)
     world.train(num_steps=1, seed=7)
     put_back(

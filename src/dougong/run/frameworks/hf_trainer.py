@@ -107,6 +107,14 @@ class DougongCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._running.end_step(loss=self._loss, tokens=self._num_tokens)
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._loop is not None:
+            self._loop.evaluating()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._loop is not None:
+            self._loop.evaluating(is_over=True)
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._position.is_finished = True
         self._running.finish()

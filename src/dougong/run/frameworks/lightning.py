@@ -86,6 +86,14 @@ class DougongCallback(Callback):
             loss = sum(self._losses[1:], self._losses[0]) / len(self._losses) if self._losses else None
             self._running.end_step(loss=loss)
 
+    def on_validation_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if self._loop is not None and trainer.state.fn == "fit":
+            self._loop.evaluating()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._loop is not None and trainer.state.fn == "fit":
+            self._loop.evaluating(is_over=True)
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._is_finished = True
         self._running.finish()
