@@ -14,7 +14,9 @@ import msgspec
 import pytest
 
 _CALL = re.compile(r"^(\d+)\s+(\w+)\(")
-_CHANGING = "write,pwritev,fsync,ftruncate,fallocate,rename,renameat,unlink,mkdir,chmod,fchmod,fchmodat"
+_CHANGING = (
+    "write,pwrite64,pwritev,pwritev2,fsync,ftruncate,fallocate,rename,renameat,unlink,mkdir,chmod,fchmod,fchmodat"
+)
 _TIMEOUT_S = 120.0
 
 

@@ -97,7 +97,12 @@ class CheckpointDesk:
                     reason = f"rank {letter.rank}: {letter.reason}"
                     events = self._alarm.failed(letter.step, cause=letter.cause, reason=reason)
                 case ShardSkipped():
-                    events = self._alarm.skipped(letter.step, busy_step=letter.busy_step, rank=letter.rank)
+                    events = self._alarm.skipped(
+                        letter.step,
+                        busy_step=letter.busy_step,
+                        rank=letter.rank,
+                        now_s=self._clock.monotonic_ns() / 1e9,
+                    )
                 case ShardHeld():
                     events = ()
             return await self._drop(letter, gathered, events)

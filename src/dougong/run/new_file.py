@@ -99,11 +99,10 @@ class DirectFile:
         with contextlib.suppress(OSError):
             os.unlink(self._path)
 
-    def _flush(self, straight: memoryview | None = None) -> None:
+    def _flush(self, *straight: memoryview) -> None:
         held, self._held_bytes = self._held_bytes, 0
         with memoryview(self._gathered) as gathered:
-            parts = [gathered[:held]] if straight is None else [gathered[:held], straight]
-            self._put([part for part in parts if part])
+            self._put([part for part in (gathered[:held], *straight) if part])
 
     def _put(self, parts: list[memoryview]) -> None:
         self._on_chunk(sum(map(len, parts)))

@@ -34,6 +34,7 @@ _MEND: dict[StorageCause, str] = {
     "gone": "look after the disk, the mount or the network (`dmesg`, `mount`)",
     "other": "see the reason",
 }
+_RATE_WAIT_S = 30.0
 _CALM = 3
 """So many checkpoints in a row without a skip, and slow storage counts as fast enough again."""
 
@@ -50,6 +51,7 @@ class _Skip(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     busy_step: int
     rank: int
+    at_s: float
 
 
 class StorageAlarm:
@@ -73,17 +75,17 @@ class StorageAlarm:
         self._cause = cause
         return (StorageFailing(step=step, cause=cause, path=self._url, reason=reason, mend=_MEND[cause]),)
 
-    def skipped(self, step: int, *, busy_step: int, rank: int) -> tuple[AnyEvent, ...]:
-        """The checkpoint of `step` was due before that of `busy_step` was finished. The first time it is said only when
-        a rate is known, the second time in any case."""
+    def skipped(self, step: int, *, busy_step: int, rank: int, now_s: float) -> tuple[AnyEvent, ...]:
+        """The checkpoint of `step` was due before that of `busy_step` was finished. It is said when a rate is known, or
+        after half a minute in any case."""
         self._num_skipped += 1
         self._num_calm = 0
         if self._is_slow:
             return ()
         if self._first_skip is None:
-            self._first_skip = _Skip(step=step, busy_step=busy_step, rank=rank)
-            if not self._write_bytes_per_s:
-                return ()
+            self._first_skip = _Skip(step=step, busy_step=busy_step, rank=rank, at_s=now_s)
+        if not self._write_bytes_per_s and now_s - self._first_skip.at_s < _RATE_WAIT_S:
+            return ()
         return self._slow(self._first_skip)
 
     def written(self, num_bytes: int, *, write_s: float) -> tuple[AnyEvent, ...]:
