@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -41,14 +41,16 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextmanager
-def running(command: Sequence[str], *, log_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    command: Sequence[str], *, log_path: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """The command in a session of its own; at the end it is interrupted if it still runs, then killed."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
         launcher = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=_environment(),
+            env={**_environment(), **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -1,4 +1,4 @@
-"""Writes the table of results into docs/benchmarks.md, from bench/results/*.json: the last step of `make bench`.
+"""Writes the tables of docs/benchmarks.md from bench/results/: the last step of `make bench` and `make bench-run`.
 
 python bench/_table.py
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 TABLE = re.compile(r"(<!-- table -->\n).*?(<!-- end of table -->)", re.DOTALL)
+RUN_TABLES = re.compile(r"(<!-- run tables -->\n).*?(<!-- end of run tables -->)", re.DOTALL)
 HEADER = ("what", "measured against", "target", "here", "command")
 
+STAGES = ("detected", "started", "imported", "group", "built", "loaded")
 Result = dict[str, Any]
 
 
@@ -34,7 +37,10 @@ def main() -> None:
     lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER), *(_line(row) for row in ROWS)]
     text = PAGE.read_text(encoding="utf-8")
     table = "\n".join(lines)
-    PAGE.write_text(TABLE.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text), encoding="utf-8")
+    text = TABLE.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text)
+    run_tables = "\n".join(_run_tables())
+    text = RUN_TABLES.sub(lambda match: f"{match[1]}{run_tables}\n{match[2]}", text)
+    PAGE.write_text(text, encoding="utf-8")
 
 
 def _line(row: Row) -> str:
@@ -46,12 +52,106 @@ def _line(row: Row) -> str:
     return f"| {row.what} | {row.peer(result)} | {row.target} | {row.here(result)} | {command} |"
 
 
+def _run_tables() -> Iterator[str]:
+    """What `make bench-run` left: the rows with their limits, where we lose, and what stands behind them."""
+    rows_path, details_path = RESULTS / "run.json", RESULTS / "details" / "run.json"
+    if not rows_path.exists() or not details_path.exists():
+        yield "Not measured yet: `make bench-run`."
+        return
+    rows, details = json.loads(rows_path.read_text()), json.loads(details_path.read_text())
+    yield from _lines(
+        ("what", "here", "peer", "floor", "limit", ""),
+        [
+            (
+                row["name"],
+                _figure(row["ours"]),
+                _figure(row["peer"]),
+                _figure(row["floor"]),
+                _figure(row["limit"]),
+                "reached" if row["ok"] else "**missed**",
+            )
+            for row in rows
+        ],
+    )
+    machine = details["machine"]
+    yield from (
+        "",
+        f"On {machine['num_cpus']} cores, torch {machine['torch']}, load {machine['load_average_at_start']}"
+        f" at the start; {details['state_mb']:,.0f} MB of state; not installed: "
+        f"{', '.join(details['not_installed']) or 'none'}.",
+    )
+    for is_busy in (False, True):
+        saves = [figures for figures in details["measured"]["saves"] if figures["is_busy"] == is_busy]
+        if saves:
+            step = "CPU-bound" if is_busy else "host-idle"
+            yield from ("", f"Each way to save, {step} step of {saves[0]['base_step_s']:.2f} s; seconds, medians:", "")
+            yield from _lines(
+                ("way", "held up", "lost", "durable after", "fsync", "restore", "floor", "whole"),
+                [
+                    (
+                        figures["method"],
+                        *(_spread(figures[name]) for name in ("block_s", "lost_s", "durable_s")),
+                        "yes" if figures["is_synced"] else "no",
+                        *(_spread(figures[name]) for name in ("restore_s", "floor_s")),
+                        _whole(figures["verdict"]),
+                    )
+                    for figures in saves
+                ],
+            )
+    for is_full in (True, False):
+        kills = [figures for figures in details["measured"]["kills"] if figures["is_full"] == is_full]
+        if kills:
+            state = "full" if is_full else "small"
+            yield from ("", f"kill -9 of one rank, {state} state; seconds after the kill, medians:", "")
+            yield from _lines(("system", *STAGES, "new step", "never back"), list(_kill_lines(kills)))
+
+
+def _kill_lines(kills: Sequence[Result]) -> Iterator[tuple[str, ...]]:
+    for system in dict.fromkeys(figures["system"] for figures in kills):
+        recoveries = [item for figures in kills if figures["system"] == system for item in figures["recoveries"]]
+        back = [item for item in recoveries if item["new_step_s"] is not None]
+        at = (_spread([item[f"{stage}_s"] for item in back if item[f"{stage}_s"] is not None]) for stage in STAGES)
+        new_step = _spread([item["new_step_s"] for item in back])
+        yield system, *(cell.split(" ")[0] for cell in at), new_step, str(len(recoveries) - len(back))
+
+
+def _lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(header) + " |"
+    yield "|" + "---|" * len(header)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.3g} ({min(values):.3g}–{max(values):.3g})" if values else "–"
+
+
+def _whole(verdict: Result | None) -> str:
+    if verdict is None:
+        return "–"
+    return "yes" if len(verdict["steps"]) == 1 and not verdict["torn"] else "**torn**"
+
+
 def _recovery(model: str, name: str) -> Callable[[Result], str]:
     def read(result: Result) -> str:
         row = result["models"][model]
         value_s, (low_s, high_s) = row[f"{name}_first_step_s"], row[f"{name}_first_step_s_range"]
         share = "" if name == "torchrun" else f"{row[f'{name}_to_torchrun_ratio']:.0%}: "
         return f"{share}{'torchrun: ' if name == 'torchrun' else ''}{value_s:.2f} s ({low_s:.2f}–{high_s:.2f})"
+
+    return read
+
+
+def _lost_node(model: str, name: str) -> Callable[[Result], str]:
+    def read(result: Result) -> str:
+        row = result["models"][model]
+        low_s, high_s = row[f"{name}_first_step_s_range"]
+        share = f"{row['ratio']:.0%}: " if name == "ours" else "torchrun, one process lost: "
+        return f"{share}{row[f'{name}_first_step_s']:.2f} s ({low_s:.2f}–{high_s:.2f})"
 
     return read
 
@@ -131,6 +231,20 @@ ROWS = (
         _recovery("small", "torchrun"),
         "at most 50 %",
         _recovery("small", "unmodified"),
+    ),
+    Row(
+        "node lost → first step on a spare from the copy on another node, GPT of 129 MB state",
+        "peer_restore",
+        _lost_node("gpt", "torchrun"),
+        "at most 20 %",
+        _lost_node("gpt", "ours"),
+    ),
+    Row(
+        "the same, a state of 0.8 MB",
+        "peer_restore",
+        _lost_node("small", "torchrun"),
+        "at most 20 %",
+        _lost_node("small", "ours"),
     ),
     Row(
         "command → first step, small",

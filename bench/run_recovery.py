@@ -109,16 +109,16 @@ def measure(name: str, model: str, *, victim: int) -> Recovery:
         try:
             started_ns = time.monotonic_ns()
             with running(command, log_path=directory / "launcher.log") as launcher:
-                pid = _wait_for_step(marks, victim)
+                pid = wait_for_step(marks, victim)
                 killed_ns, killed_wall_ns = time.monotonic_ns(), time.time_ns()
                 os.kill(pid, signal.SIGKILL)
                 # nothing polls while it recovers: the marks are read when all is over
                 wait(launcher, limit_s=LIMIT_S)
-            stages_s = {} if name == "torchrun" else _stages_s(run_dir, since_ns=killed_wall_ns)
+            stages_s = {} if name == "torchrun" else stages_of(run_dir, since_ns=killed_wall_ns)
             written = read_marks(marks)
-            first_ns, second_ns, twelfth_ns = (_finished_ns(written, step, since_ns=0) for step in (1, 2, 12))
+            first_ns, second_ns, twelfth_ns = (finished_ns(written, step, since_ns=0) for step in (1, 2, 12))
             assert first_ns is not None and second_ns is not None and twelfth_ns is not None
-            first_step_s, new_step_s = _recovery_s(written, victim=victim, victim_pid=pid, killed_ns=killed_ns)
+            first_step_s, new_step_s = recovery_s(written, victim=victim, victim_pid=pid, killed_ns=killed_ns)
             return Recovery(
                 first_step_s=first_step_s,
                 new_step_s=new_step_s,
@@ -143,7 +143,7 @@ def _command(name: str, *, directory: Path, run_dir: Path) -> tuple[str, ...]:
             return (*ours, str(SCRIPTS / "attached_train.py"))
 
 
-def _wait_for_step(marks: Path, victim: int) -> int:
+def wait_for_step(marks: Path, victim: int) -> int:
     """The victim's process, once every rank has finished the step after which it is to die."""
     deadline_s = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline_s:
@@ -154,7 +154,7 @@ def _wait_for_step(marks: Path, victim: int) -> int:
     raise TimeoutError(f"no rank reached step {KILL_AFTER_STEP} within {LIMIT_S:g} s")
 
 
-def _recovery_s(
+def recovery_s(
     marks: Sequence[Mark], *, victim: int, victim_pid: int, killed_ns: int
 ) -> tuple[float | None, float | None]:
     """Seconds to the first step and to the first new one; the victim's next process tells where it went on."""
@@ -164,12 +164,12 @@ def _recovery_s(
     ended = [mark for mark in marks if mark.rank == victim and mark.pid == victim_pid]
     others = [mark for mark in marks if mark.rank != victim and mark.time_ns <= killed_ns]
     new_step = max(mark.step for mark in (*ended, *others)) + 1
-    ends_ns = (_finished_ns(marks, max(step, reborn[0].step), since_ns=killed_ns) for step in (0, new_step))
+    ends_ns = (finished_ns(marks, max(step, reborn[0].step), since_ns=killed_ns) for step in (0, new_step))
     first_s, new_s = (None if end_ns is None else (end_ns - killed_ns) / 1e9 for end_ns in ends_ns)
     return first_s, new_s
 
 
-def _finished_ns(marks: Sequence[Mark], step: int, *, since_ns: int) -> int | None:
+def finished_ns(marks: Sequence[Mark], step: int, *, since_ns: int) -> int | None:
     """When the last rank finished `step`; None if one did not since then.
 
     After a kill the last time counts: a survivor may have finished the step once more before it ended.
@@ -181,7 +181,7 @@ def _finished_ns(marks: Sequence[Mark], step: int, *, since_ns: int) -> int | No
     return max(by_rank.values()) if len(by_rank) == 2 else None
 
 
-def _stages_s(run_dir: Path, *, since_ns: int) -> dict[str, float]:
+def stages_of(run_dir: Path, *, since_ns: int) -> dict[str, float]:
     """When the run recorded each step of the recovery, in seconds from the kill."""
     records = events_of(run_dir)
     stages = (
@@ -199,18 +199,18 @@ def _row(by_name: dict[str, list[Recovery]]) -> dict[str, Any]:
             row[f"{name}_{field}_range"] = spread(values)
         row[f"{name}_num_never_back"] = sum(recovery.first_step_s is None for recovery in recoveries)
     for name in ("attached", "unmodified"):
-        row[f"{name}_to_torchrun_ratio"] = _ratio(by_name[name], by_name["torchrun"])
-        row[f"{name}_stages_s"] = _median_stages(by_name[name])
+        row[f"{name}_to_torchrun_ratio"] = ratio_of(by_name[name], by_name["torchrun"])
+        row[f"{name}_stages_s"] = median_stages(by_name[name])
     return row
 
 
-def _median_stages(recoveries: list[Recovery]) -> dict[str, float]:
+def median_stages(recoveries: list[Recovery]) -> dict[str, float]:
     names = [kind.__name__ for kind in STAGES]
     times_s = {name: [r.stages_s[name] for r in recoveries if name in r.stages_s] for name in names}
     return {name: round(statistics.median(values), 4) for name, values in times_s.items() if values}
 
 
-def _ratio(ours: Sequence[Recovery], theirs: Sequence[Recovery]) -> float | None:
+def ratio_of(ours: Sequence[Recovery], theirs: Sequence[Recovery]) -> float | None:
     """The median of the rounds' own ratios, since the machine is busier in one round than in another."""
     pairs = ((our.first_step_s, their.first_step_s) for our, their in zip(ours, theirs, strict=True))
     ratios = [our_s / their_s for our_s, their_s in pairs if our_s is not None and their_s is not None]

@@ -7,6 +7,7 @@ needs='
 git git
 ps procps
 flock util-linux
+strace strace
 '
 missing=()
 while read -r command package; do

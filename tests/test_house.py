@@ -24,7 +24,10 @@ LOCK_HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}(?: \\)?")
 FRAGMENT = re.compile(r"(?:\d+|\+[a-z0-9-]+)(?:\.\d+)?\.(?:added|changed|fixed|removed)\.md")
 
 # Files that torch types too loosely for strict checking. They begin with `# pyright: standard`.
-TORCH_HEAVY = re.compile(r"src/dougong/run/(?:attach|worker|restore|dcp|group|alone|reducers)\w*\.py")
+TORCH_HEAVY = re.compile(
+    r"src/dougong/run/(?:frameworks/|attach|worker|preflight_worker|fingerprint|restore|dcp|group|alone|reducers|sharding"
+    r"|reshard|shared_read|optimizer_state)\w*\.py"
+)
 
 
 @cache
@@ -68,13 +71,13 @@ def test_no_module_has_a_hollow_name() -> None:
     assert [relative(path) for path in modules if HOLLOW_NAME.fullmatch(path.stem)] == []
 
 
-@pytest.mark.parametrize("name", ["run.txt", "dev.txt"])
+@pytest.mark.parametrize("name", ["run.txt", "dev.txt", "frameworks.txt"])
 def test_a_lock_holds_pinned_names_and_hashes_only(name: str) -> None:
     lines = (ROOT / "requirements" / name).read_text().splitlines()
     assert [line for line in lines if not LOCK_ENTRY.fullmatch(line) and not LOCK_HASH.fullmatch(line)] == []
 
 
-@pytest.mark.parametrize("name", ["run.txt", "dev.txt"])
+@pytest.mark.parametrize("name", ["run.txt", "dev.txt", "frameworks.txt"])
 def test_every_locked_package_has_a_hash(name: str) -> None:
     lines = (ROOT / "requirements" / name).read_text().splitlines()
     heads = [index for index, line in enumerate(lines) if LOCK_ENTRY.fullmatch(line)]
@@ -82,14 +85,15 @@ def test_every_locked_package_has_a_hash(name: str) -> None:
     assert [lines[index] for index in heads if not LOCK_HASH.fullmatch(lines[index + 1])] == []
 
 
-def test_both_locks_agree() -> None:
-    run, dev = read_lock("run.txt"), read_lock("dev.txt")
+def test_the_locks_agree() -> None:
+    run, dev, frameworks = read_lock("run.txt"), read_lock("dev.txt"), read_lock("frameworks.txt")
     assert {name: dev.get(name) for name in run} == run
+    assert {name: dev.get(name, version) for name, version in frameworks.items()} == frameworks
 
 
 def test_torch_is_pinned_by_its_own_line_and_brings_no_cuda_package_along() -> None:
     assert re.fullmatch(r"torch==[\d.]+\n", (ROOT / "requirements" / "torch.txt").read_text())
-    locked = set(read_lock("dev.txt"))
+    locked = set(read_lock("dev.txt")) | set(read_lock("frameworks.txt"))
     assert {name for name in locked if name in {"torch", "triton"} or re.match(r"nvidia-.*-?cu|cuda-", name)} == set()
 
 
@@ -110,6 +114,7 @@ def test_every_declared_dependency_is_locked() -> None:
     running = base | requirement_names(extras["train"]) | requirement_names(extras["nvidia"])
     assert running - {"torch"} <= set(read_lock("run.txt"))
     assert requirement_names(extras["dev"]) | requirement_names(extras["docs"]) <= set(read_lock("dev.txt"))
+    assert requirement_names(extras["hf"]) | requirement_names(extras["lightning"]) <= set(read_lock("frameworks.txt"))
 
 
 def test_the_base_install_has_five_dependencies() -> None:
@@ -151,7 +156,7 @@ def test_every_target_of_the_makefile_is_explained() -> None:
     text = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.+)$", text, re.MULTILINE)
     assert phony
-    assert set(phony[1].split()) == set(re.findall(r"^([a-z]+):.*## ", text, re.MULTILINE))
+    assert set(phony[1].split()) == set(re.findall(r"^([a-z-]+):.*## ", text, re.MULTILINE))
 
 
 def test_the_command_starts_without_heavy_packages() -> None:
@@ -163,7 +168,7 @@ def test_every_command_explains_itself_on_a_base_install() -> None:
     """The help of every command opens where no extra is installed."""
     code = """
 import sys
-for absent in ("torch", "numpy", "fsspec", "py_spy", "pynvml"):
+for absent in ("transformers", "lightning", "torch", "numpy", "fsspec", "py_spy", "pynvml"):
     sys.modules[absent] = None
 import click
 from click.testing import CliRunner

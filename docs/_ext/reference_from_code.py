@@ -20,7 +20,12 @@ from sphinx.application import Sphinx
 from dougong.event import kinds
 
 # What a script uses of `dougong.attach` and of the objects it returns.
-PUBLIC = {"attach": (), "Job": ("steps", "num_steps", "num_tokens"), "Step": ("record",)}
+PUBLIC = {
+    "attach": (),
+    "Job": ("steps", "num_steps", "num_tokens", "resumed_step", "compiling", "evaluating"),
+    "Step": ("record",),
+}
+LOOP = ("restore", "begin_step", "end_step", "evaluating", "finish", "batches", "num_steps")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 MARK = re.compile(r"<!-- from code: ([a-z-]+) -->")
 
@@ -74,6 +79,34 @@ def write_init_process_group() -> Iterator[str]:
     import dougong
 
     yield from _member("init_process_group", dougong.init_process_group, level=2)
+
+
+def write_global_batches() -> Iterator[str]:
+    import dougong
+
+    value = dougong.GlobalBatches
+    signature = str(inspect.signature(value)).replace("'", "").removesuffix(" -> None")
+    yield from ("## class GlobalBatches", "", "```python", f"GlobalBatches{signature}", "```", "")
+    yield from (inspect.getdoc(value) or "", "")
+    for member in ("loss_weight", "whole", "own"):
+        yield from _member(f"GlobalBatches.{member}", inspect.getattr_static(value, member))
+
+
+def write_loop() -> Iterator[str]:
+    """`loop`, and the hooks that it returns."""
+    import dougong
+    from dougong.run.hooks import Loop
+
+    yield from _member("loop", dougong.loop, level=2)
+    for member in LOOP:
+        yield from _member(f"Loop.{member}", inspect.getattr_static(Loop, member))
+
+
+def write_logs() -> Iterator[str]:
+    import dougong
+
+    for name in ("summary_writer", "log_directory", "keep_mlflow_run"):
+        yield from _member(name, getattr(dougong, name), level=2)
 
 
 def write_bench_results() -> Iterator[str]:
@@ -137,5 +170,8 @@ WRITERS: dict[str, Callable[[], Iterator[str]]] = {
     "command-line": write_command_line,
     "attach": write_attach,
     "init-process-group": write_init_process_group,
+    "global-batches": write_global_batches,
+    "loop": write_loop,
+    "logs": write_logs,
     "bench-results": write_bench_results,
 }

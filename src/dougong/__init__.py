@@ -6,11 +6,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dougong.run.attach import attach as attach
+    from dougong.run.global_batches import GlobalBatches as GlobalBatches
     from dougong.run.group import init_process_group as init_process_group
+    from dougong.run.hooks import loop as loop
+    from dougong.run.log_continuation import keep_mlflow_run as keep_mlflow_run
+    from dougong.run.log_continuation import log_directory as log_directory
+    from dougong.run.log_continuation import summary_writer as summary_writer
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "attach", "init_process_group"]
-_LAZY = {"attach": "dougong.run.attach", "init_process_group": "dougong.run.group"}
+_LAZY = {
+    "GlobalBatches": "dougong.run.global_batches",
+    "attach": "dougong.run.attach",
+    "loop": "dougong.run.hooks",
+    "init_process_group": "dougong.run.group",
+    "summary_writer": "dougong.run.log_continuation",
+    "log_directory": "dougong.run.log_continuation",
+    "keep_mlflow_run": "dougong.run.log_continuation",
+}
+__all__ = [
+    "__version__",
+    "attach",
+    "loop",
+    "init_process_group",
+    "GlobalBatches",
+    "summary_writer",
+    "log_directory",
+    "keep_mlflow_run",
+]
 
 
 def __getattr__(name: str) -> Any:

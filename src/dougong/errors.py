@@ -8,7 +8,8 @@ DougongError
 │   ├── StoreDamaged   a stored event or segment is not what was written
 │   ├── StoreWriteFailed   events could not be made durable (disk full, read-only); none of them is acknowledged
 │   ├── NodeUnreachable
-│   └── CheckpointDamaged
+│   ├── CheckpointDamaged
+│   └── CheckpointLocked    its retention lock still holds; it is not deleted
 └── MissingExtra       a heavy optional package is absent; the message names the extra; exits 2
 ```
 
@@ -103,6 +104,15 @@ class NodeUnreachable(WorldError):
 
 class CheckpointDamaged(WorldError):
     """A checkpoint fails its verification; it must not be loaded."""
+
+    def __init__(self, path: str, *, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+class CheckpointLocked(WorldError):
+    """A checkpoint's retention lock still holds; it was not deleted."""
 
     def __init__(self, path: str, *, reason: str) -> None:
         super().__init__(f"{path}: {reason}")

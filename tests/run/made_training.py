@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dougong.run.capture import write_snapshot
+from dougong.run.sharding import Sharding
 from dougong.run.snapshot import SnapshotFiles
 from dougong.run.state import Progress, gather
 
@@ -36,10 +37,11 @@ def train(parts: dict[str, Any], *, num_steps: int) -> list[float]:
 
 
 def snapshot(
-    parts: dict[str, Any], prefix: Path, *, step: int = 3, data: Any = None
+    parts: dict[str, Any], prefix: Path, *, step: int = 3, data: Any = None, rank: int = 0, world_size: int = 2
 ) -> tuple[SnapshotFiles, memoryview]:
-    """A memory checkpoint of `parts`: its files, and the bytes that were written."""
+    """A memory checkpoint of `parts` as a rank of a replicated job makes it: its files, and the bytes written."""
     files = SnapshotFiles(prefix)
     tree = gather(parts, data=data, progress=Progress(step=step, num_tokens=40 * step))
-    index, num_bytes = write_snapshot(files, tree, step=step, generation=1, world_size=2)
+    sharding = Sharding(parts, rank=rank, world_size=world_size, replicated_over=range(world_size))
+    index, num_bytes = write_snapshot(files, tree, step=step, generation=1, world_size=world_size, sharding=sharding)
     return files, files.buffer(index)[:num_bytes]

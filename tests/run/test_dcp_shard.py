@@ -15,42 +15,56 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dougong.errors import CheckpointDamaged
 from dougong.run.capture import write_snapshot
-from dougong.run.dcp_shard import read_metadata, read_state, write_metadata, write_shard
+from dougong.run.dcp_read import read_metadata, read_state
+from dougong.run.dcp_shard import write_metadata, write_shard
 from dougong.run.manifest import FileRecord, FsspecPlace, ItemRecord, LocalPlace, Place, storage_at
+from dougong.run.sharding import Sharding
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.state import Replication, read_tree
+from dougong.run.state import read_tree
 from dougong.run.tree import dismantle
 from tests.run import made_training as made
 
 ALONE = "ignore:torch.distributed is disabled:UserWarning"
-EVERYWHERE = Replication(is_replicated=True)
-NOWHERE = Replication(is_replicated=False)
 
 
 def shards(
-    buffers: Sequence[memoryview], directory: str, *, replication: Replication = EVERYWHERE, place: Place | None = None
+    buffers: Sequence[memoryview], directory: str, *, place: Place | None = None
 ) -> list[tuple[tuple[FileRecord, ...], tuple[ItemRecord, ...]]]:
     """A durable checkpoint of as many ranks as there are buffers; what each rank wrote."""
     place = place or LocalPlace()
-    written = [
-        write_shard(
-            buffer, place=place, directory=directory, rank=rank, world_size=len(buffers), replication=replication
-        )
-        for rank, buffer in enumerate(buffers)
-    ]
+    written = [write_shard(buffer, place=place, directory=directory, rank=rank) for rank, buffer in enumerate(buffers)]
     write_metadata([item for _, items in written for item in items], place=place, directory=directory)
     return written
 
 
-def tree_buffer(tree: dict[str, Any], prefix: Path) -> memoryview:
+def tree_buffer(
+    tree: dict[str, Any], prefix: Path, *, rank: int = 0, world_size: int = 1, is_replicated: bool = True
+) -> memoryview:
     files = SnapshotFiles(prefix)
-    index, num_bytes = write_snapshot(files, tree, step=1, generation=1, world_size=1)
+    ranks = range(world_size) if is_replicated else None
+    sharding = Sharding({}, rank=rank, world_size=world_size, replicated_over=ranks)
+    index, num_bytes = write_snapshot(files, tree, step=1, generation=1, world_size=world_size, sharding=sharding)
     return files.buffer(index)[:num_bytes]
+
+
+def trained_buffers(parts: dict[str, Any], root: Path, *, world_size: int = 2, data: Any = None) -> list[memoryview]:
+    """What each rank of a replicated job has in memory."""
+    return [
+        made.snapshot(parts, root / f"rank-{rank}", data=data, rank=rank, world_size=world_size)[1]
+        for rank in range(world_size)
+    ]
+
+
+def as_dcp_has_it(parts: dict[str, Any]) -> dict[str, Any]:
+    """The state under the names that torch.distributed.checkpoint gives it."""
+    optimizer = get_optimizer_state_dict(parts["model"], parts["optimizer"])
+    return {**{name: part.state_dict() for name, part in parts.items()}, "optimizer": optimizer}
 
 
 def fingerprint(tree: Any) -> Any:
@@ -79,8 +93,7 @@ def trained() -> dict[str, Any]:
 @pytest.fixture
 def directory(trained: dict[str, Any], tmp_path: Path) -> str:
     """A durable checkpoint that two ranks of a replicated job wrote."""
-    _, buffer = made.snapshot(trained, tmp_path / "rank-0")
-    shards([buffer, buffer], str(tmp_path / "step"))
+    shards(trained_buffers(trained, tmp_path), str(tmp_path / "step"))
     return str(tmp_path / "step")
 
 
@@ -88,23 +101,24 @@ def directory(trained: dict[str, Any], tmp_path: Path) -> str:
 def test_plain_dcp_reads_model_optimizer_and_scheduler_bitwise(trained: dict[str, Any], directory: str) -> None:
     other = made.parts(seed=5)
     made.train(other, num_steps=1)
-    got = {name: part.state_dict() for name, part in other.items()}
+    got, expected = as_dcp_has_it(other), as_dcp_has_it(trained)
     load(got, checkpoint_id=directory, no_dist=True)
-    for name, part in trained.items():
-        assert fingerprint(dict(got[name])) == fingerprint(dict(part.state_dict())), name
+    for name in trained:
+        assert fingerprint(dict(got[name])) == fingerprint(dict(expected[name])), name
 
 
 @pytest.mark.filterwarnings(ALONE)
 def test_dcps_own_converter_gives_the_nested_state(trained: dict[str, Any], directory: str, tmp_path: Path) -> None:
     dcp_to_torch_save(directory, tmp_path / "one.pt")
     got = torch.load(tmp_path / "one.pt", weights_only=True)
-    assert got["optimizer"]["param_groups"] == trained["optimizer"].state_dict()["param_groups"]
-    assert got["optimizer"]["state"]["0"]["exp_avg"].equal(trained["optimizer"].state_dict()["state"][0]["exp_avg"])
+    expected = as_dcp_has_it(trained)["optimizer"]
+    assert got["optimizer"]["param_groups"] == expected["param_groups"]
+    assert got["optimizer"]["state"]["0.weight"]["exp_avg"].equal(expected["state"]["0.weight"]["exp_avg"])
 
 
 @pytest.mark.filterwarnings(ALONE)
 def test_keys_are_the_ones_that_dcp_itself_would_write(trained: dict[str, Any], directory: str, tmp_path: Path) -> None:
-    save({name: part.state_dict() for name, part in trained.items()}, checkpoint_id=tmp_path / "own", no_dist=True)
+    save(as_dcp_has_it(trained), checkpoint_id=tmp_path / "own", no_dist=True)
     own = read_metadata(place=LocalPlace(), directory=str(tmp_path / "own"))
     ours = read_metadata(place=LocalPlace(), directory=directory)
     assert ours.planner_data == own.planner_data
@@ -114,15 +128,16 @@ def test_keys_are_the_ones_that_dcp_itself_would_write(trained: dict[str, Any], 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_rank_reads_the_very_tree_that_was_saved(rank: int, trained: dict[str, Any], tmp_path: Path) -> None:
     data = {"epoch": 2, "order": [3, 1, 2], "at": torch.arange(3)}
-    _, buffer = made.snapshot(trained, tmp_path / "rank-0", data=data)
-    shards([buffer, buffer], str(tmp_path / "step"))
+    buffers = trained_buffers(trained, tmp_path, data=data)
+    shards(buffers, str(tmp_path / "step"))
     got = read_state(place=LocalPlace(), directory=str(tmp_path / "step"), rank=rank)
-    assert fingerprint(got) == fingerprint(read_tree(buffer))
+    assert fingerprint(got) == fingerprint(read_tree(buffers[rank]))
 
 
 def test_a_replicated_tensor_is_written_by_one_rank_and_the_bytes_are_shared_out(tmp_path: Path) -> None:
-    buffer = tree_buffer({"model": {f"w{i}": torch.rand(1000) for i in range(12)}}, tmp_path / "r")
-    written = shards([buffer] * 3, str(tmp_path / "step"))
+    tree = {"model": {f"w{i}": torch.rand(1000) for i in range(12)}}
+    buffers = [tree_buffer(tree, tmp_path / f"r{rank}", rank=rank, world_size=3) for rank in range(3)]
+    written = shards(buffers, str(tmp_path / "step"))
     names = [item.fqn for _, items in written for item in items]
     assert len(names) == len(set(names)) == 12
     assert [len(items) for _, items in written] == [4, 4, 4]
@@ -130,28 +145,11 @@ def test_a_replicated_tensor_is_written_by_one_rank_and_the_bytes_are_shared_out
 
 def test_ranks_that_differ_keep_their_own(tmp_path: Path) -> None:
     trees = [{"model": {"w": torch.full((3,), float(rank))}, "rng": {"n": rank}} for rank in range(2)]
-    buffers = [tree_buffer(tree, tmp_path / f"r{rank}") for rank, tree in enumerate(trees)]
-    shards(buffers, str(tmp_path / "step"), replication=NOWHERE)
-    for rank, tree in enumerate(trees):
-        got = read_state(place=LocalPlace(), directory=str(tmp_path / "step"), rank=rank)
-        assert fingerprint(got) == fingerprint(tree)
-
-
-def test_buffers_that_ddp_broadcasts_are_those_of_rank_0(tmp_path: Path) -> None:
-    trees = [{"model": {"w": torch.ones(50), "mean": torch.full((3,), float(rank))}} for rank in range(2)]
-    buffers = [tree_buffer(tree, tmp_path / f"r{rank}") for rank, tree in enumerate(trees)]
-    rule = Replication(is_replicated=True, of_rank_0=frozenset({"model.mean"}))
-    shards(buffers, str(tmp_path / "step"), replication=rule)
-    for rank in range(2):
-        got = read_state(place=LocalPlace(), directory=str(tmp_path / "step"), rank=rank)
-        assert fingerprint(got) == fingerprint(trees[0])
-
-
-def test_buffers_that_ddp_leaves_alone_are_each_ranks_own(tmp_path: Path) -> None:
-    trees = [{"model": {"w": torch.ones(50), "mean": torch.full((3,), float(rank))}} for rank in range(2)]
-    buffers = [tree_buffer(tree, tmp_path / f"r{rank}") for rank, tree in enumerate(trees)]
-    rule = Replication(is_replicated=True, of_each_rank=frozenset({"model.mean"}))
-    shards(buffers, str(tmp_path / "step"), replication=rule)
+    buffers = [
+        tree_buffer(tree, tmp_path / f"r{rank}", rank=rank, world_size=2, is_replicated=False)
+        for rank, tree in enumerate(trees)
+    ]
+    shards(buffers, str(tmp_path / "step"))
     for rank, tree in enumerate(trees):
         got = read_state(place=LocalPlace(), directory=str(tmp_path / "step"), rank=rank)
         assert fingerprint(got) == fingerprint(tree)
@@ -162,8 +160,9 @@ def test_names_that_flatten_alike_are_not_mixed_up(tmp_path: Path) -> None:
         "ema": {1: torch.ones(2), "1": torch.zeros(2), "a.b": torch.ones(3), "a": {"b": torch.zeros(3)}},
         "count": {0: 7, "0": torch.ones(1)},
     }
-    buffer = tree_buffer(tree, tmp_path / "r")
-    shards([buffer, buffer], str(tmp_path / "step"))
+    shards(
+        [tree_buffer(tree, tmp_path / f"r{rank}", rank=rank, world_size=2) for rank in range(2)], str(tmp_path / "step")
+    )
     for rank in range(2):
         got = read_state(place=LocalPlace(), directory=str(tmp_path / "step"), rank=rank)
         assert fingerprint(got) == fingerprint(tree)
@@ -172,8 +171,7 @@ def test_names_that_flatten_alike_are_not_mixed_up(tmp_path: Path) -> None:
 def test_the_records_name_size_and_checksum_of_what_is_on_disk(trained: dict[str, Any], tmp_path: Path) -> None:
     import xxhash
 
-    _, buffer = made.snapshot(trained, tmp_path / "rank-0")
-    for files, _ in shards([buffer, buffer], str(tmp_path / "step")):
+    for files, _ in shards(trained_buffers(trained, tmp_path), str(tmp_path / "step")):
         for record in files:
             content = (tmp_path / "step" / record.name).read_bytes()
             assert (record.num_bytes, record.xxh3) == (len(content), xxhash.xxh3_128_hexdigest(content))
@@ -188,10 +186,10 @@ def test_the_same_through_fsspec(protocol: str, trained: dict[str, Any], tmp_pat
     else:
         # as an object store: through fsspec's interface, though the bytes are on this disk
         place, root = FsspecPlace(fsspec.filesystem("file")), str(tmp_path)
-    _, buffer = made.snapshot(trained, tmp_path / "rank-0")
-    shards([buffer, buffer], f"{root}/step", place=place)
+    buffers = trained_buffers(trained, tmp_path)
+    shards(buffers, f"{root}/step", place=place)
     got = read_state(place=place, directory=f"{root}/step", rank=1)
-    assert fingerprint(got) == fingerprint(read_tree(buffer))
+    assert fingerprint(got) == fingerprint(read_tree(buffers[1]))
     place.remove_tree(f"{root}/step")
 
 

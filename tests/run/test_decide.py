@@ -16,6 +16,8 @@ from dougong.run.decide import (
     Loss,
     NodeView,
     Place,
+    ProbeNodes,
+    Quarantine,
     RestartAgent,
     Stop,
     Wait,
@@ -204,7 +206,7 @@ def test_nobody_waits_for_a_lost_node_to_end_its_workers() -> None:
 
 
 def test_a_node_whose_workers_do_not_die_is_lost() -> None:
-    decision = decide(view("tearing-down", killed_nodes=(A,), teardown_s=POLICY.teardown_s + 0.1), POLICY)
+    decision = decide(view("tearing-down", killed_nodes=(A,), teardown_s=POLICY.teardown_s + 2.1), POLICY)
     assert isinstance(decision, LoseNode) and decision.component == B
 
 
@@ -429,3 +431,79 @@ def test_what_is_chosen_every_rank_can_have_and_the_order_of_reports_does_not_ma
         assert durable is None or chosen.step >= durable[0]
     if durable is not None:
         assert chosen.source != "none" and chosen.step >= durable[0]
+
+
+# --- nodes that are not fit, or not known to be ---
+
+
+def test_untested_nodes_are_tested_together_before_one_of_them_is_given_work() -> None:
+    decision = decide(view("gathering", untested=(A, B, SPARE)), POLICY)
+    assert isinstance(decision, ProbeNodes) and decision.components == (A, B, SPARE)
+
+
+def test_an_untested_spare_that_is_not_used_holds_nobody_up() -> None:
+    assert isinstance(decide(view("gathering", untested=(SPARE,)), POLICY), Place)
+
+
+def test_a_test_waits_for_a_spare_that_is_coming_but_not_for_ever() -> None:
+    nodes = (node(A), node(B), node(SPARE, is_connected=False, is_agent_asked=True))
+    waiting = view("gathering", nodes=nodes, untested=(A, B, SPARE))
+    assert isinstance(decide(waiting, POLICY), Wait)
+    late = view("gathering", nodes=nodes, untested=(A, B, SPARE), gathering_s=POLICY.gather_s + 1)
+    decision = decide(late, POLICY)
+    assert isinstance(decision, ProbeNodes) and decision.components == (A, B)
+
+
+def test_a_node_in_quarantine_is_given_no_work() -> None:
+    nodes = (node(A), node(B, is_quarantined=True), node(SPARE))
+    decision = decide(view("tearing-down", nodes=nodes, killed_nodes=(A, B)), POLICY)
+    assert isinstance(decision, Place) and [placed.component for placed in decision.placement] == [A, SPARE]
+
+
+def test_without_a_fit_node_left_the_job_is_given_up_and_it_is_said() -> None:
+    nodes = (node(A), node(B, is_quarantined=True), gone(SPARE))
+    decision = decide(view("tearing-down", nodes=nodes, killed_nodes=(A, B)), POLICY)
+    assert isinstance(decision, GiveUp) and B in decision.reason
+
+
+def test_a_suspect_node_is_tested_after_the_fault_and_before_the_new_start() -> None:
+    decision = decide(view("tearing-down", killed_nodes=(A, B), untested=(B,)), POLICY)
+    assert isinstance(decision, ProbeNodes) and decision.components == (B,)
+
+
+def test_a_stop_during_the_tests_is_obeyed() -> None:
+    assert isinstance(decide(view("preflight", is_stop_wanted=True), POLICY), Stop)
+    assert isinstance(decide(view("preflight"), POLICY), Wait)
+
+
+# --- workers that SIGKILL does not end ---
+
+
+def undead(component: str, **rest: Any) -> NodeView:
+    return node(component, undead="rank 1 in state D", **rest)
+
+
+def test_a_node_with_a_worker_that_cannot_be_killed_is_quarantined_with_that_reason() -> None:
+    decision = decide(view("tearing-down", nodes=(node(A), undead(B), node(SPARE)), killed_nodes=(A,)), POLICY)
+    assert isinstance(decision, Quarantine) and decision.component == B
+    assert "rank 1 in state D" in decision.reason
+    assert "nothing can interrupt" in decision.reason
+
+
+def test_once_it_is_quarantined_it_is_not_waited_for_and_a_spare_takes_over() -> None:
+    nodes = (node(A), undead(B, is_quarantined=True), node(SPARE))
+    decision = decide(view("tearing-down", nodes=nodes, killed_nodes=(A,)), POLICY)
+    assert isinstance(decision, Place) and [placed.component for placed in decision.placement] == [A, SPARE]
+
+
+def test_a_cordoned_node_whose_workers_are_being_ended_is_waited_for() -> None:
+    nodes = (node(A), node(B, is_quarantined=True), node(SPARE))
+    assert isinstance(decide(view("tearing-down", nodes=nodes, killed_nodes=(A,)), POLICY), Wait)
+
+
+def test_a_policy_may_give_the_job_up_once_its_workers_are_gone() -> None:
+    running = view("tearing-down", killed_nodes=(A,), give_up="the loss is nan")
+    assert isinstance(decide(running, POLICY), Wait)
+    assert decide(view("tearing-down", killed_nodes=(A, B), give_up="the loss is nan"), POLICY) == GiveUp(
+        reason="the loss is nan"
+    )

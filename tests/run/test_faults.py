@@ -53,9 +53,10 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
     runs.end_all(path)
 
 
-def disturbed(run_dir: Path, *faults: str, spares: int = 0) -> runs.Finished:
+def disturbed(run_dir: Path, *faults: str, spares: int = 0, num_copies: int = 1) -> runs.Finished:
     chaos = runs.write_chaos(run_dir.parent / "chaos.yaml", *faults)
-    done = runs.run(run_dir, *SAVES, "--spares", str(spares), "--chaos", str(chaos))
+    copies = ("--set", f"save.peer_copies={num_copies}")
+    done = runs.run(run_dir, *SAVES, *copies, "--spares", str(spares), "--chaos", str(chaos))
     assert done.code == 0, done.report
     return done
 
@@ -111,7 +112,7 @@ def test_an_exception_in_one_rank_is_the_cause_not_the_broken_collective(
 def test_a_lost_node_is_replaced_by_a_spare_from_the_durable_checkpoint(
     run_dir: Path, undisturbed: runs.Finished
 ) -> None:
-    done = disturbed(run_dir, "kind: kill-node, at_step: 30, node: local/rack-01/node-02", spares=1)
+    done = disturbed(run_dir, "kind: kill-node, at_step: 30, node: local/rack-01/node-02", spares=1, num_copies=0)
     assert_same(done, undisturbed)
     assert [event.component for event in done.events(NodeLost)] == ["local/rack-01/node-02"]
     (decided,) = done.events(RecoveryDecided)
@@ -163,6 +164,7 @@ def test_a_flipped_byte_in_a_durable_checkpoint_is_found_and_an_older_one_used(
         "kind: corrupt-checkpoint, at_step: 44",
         "kind: kill-node, at_step: 46, node: local/rack-01/node-01",
         spares=1,
+        num_copies=0,
     )
     assert_same(done, undisturbed)
     rejected = {event.step: event.reason for event in done.events(CheckpointRejected)}
@@ -177,6 +179,7 @@ def test_a_half_written_checkpoint_is_never_used(run_dir: Path, undisturbed: run
         "kind: tear-checkpoint, at_step: 40, rank: 1",
         "kind: kill-node, at_step: 48, node: local/rack-01/node-01",
         spares=1,
+        num_copies=0,
     )
     assert_same(done, undisturbed)
     injected = {event.fault for event in done.events(FaultInjected)}

@@ -52,7 +52,7 @@ def test_a_stopped_process_is_found_within_three_seconds_and_by_itself() -> None
     assert "state T" in found.reason and "101" in found.reason
 
 
-@pytest.mark.parametrize("phase", list(Phase)[:-1])
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.DONE])
 def test_a_stopped_process_is_found_in_every_phase(phase: Phase) -> None:
     stopped = rank(0, activity="stopped", quiet_s=RULE.stopped_s, phase=phase)
     found = find_hang([stopped], learnt=NEVER, rule=RULE)
@@ -228,7 +228,8 @@ def test_a_lock_between_steps_is_found_as_soon_as_one_in_a_step() -> None:
 
 
 def test_a_broken_link_between_living_ranks_is_found_by_their_unwinding() -> None:
-    ranks = [silent(0, 2, phase=Phase.UNWOUND, activity="timer"), silent(1, 2, phase=Phase.UNWOUND, activity="timer")]
+    late_s = RULE.unwound_s + 0.5
+    ranks = [silent(rank, late_s, phase=Phase.UNWOUND, activity="timer") for rank in (0, 1)]
     finding = find_hang(ranks, learnt=KNOWN, rule=RULE)
     assert finding is not None
     assert finding.kind == "unwound"
@@ -241,3 +242,39 @@ def test_a_start_after_the_first_has_the_patience_of_the_starts_before() -> None
     found = find_hang(starting, learnt=StepTimes(start_s=5.0), rule=RULE)
     assert found is not None and "a start" in found.reason
     assert patience(starting, learnt=StepTimes(start_s=1e6), rule=RULE)[0] == RULE.startup_s
+
+
+# --- budgets of phases ---
+
+
+@pytest.mark.parametrize(
+    ("phase", "limit_s"),
+    [
+        (Phase.CHECKPOINT, RULE.checkpoint_s),
+        (Phase.COMPILE, RULE.compile_s),
+        (Phase.EVALUATION, RULE.evaluation_s),
+        (Phase.STARTING, RULE.startup_s),
+    ],
+)
+def test_a_phase_has_its_own_budget_and_one_rank_in_it_is_enough(phase: Phase, limit_s: float) -> None:
+    def found(seconds: float) -> object:
+        return find_hang([silent(0, seconds, phase=phase), silent(1, seconds)], learnt=KNOWN, rule=RULE)
+
+    assert found(limit_s - 1) is None
+    assert found(limit_s + 1) is not None
+
+
+def test_the_first_step_of_a_start_has_its_own_budget_until_it_is_known() -> None:
+    first = StepTimes(num_steps=100, p99_s=0.2, longest_gap_s=0.5, is_first_step=True)
+    assert patience([rank(0), rank(1)], learnt=first, rule=RULE)[0] == RULE.first_step_s
+    limit_s, why = patience(
+        [rank(0)], learnt=StepTimes(num_steps=100, p99_s=0.2, is_first_step=True, first_step_s=4.0), rule=RULE
+    )
+    assert limit_s == pytest.approx(4.0 * RULE.attached_p99_factor)
+    assert "first step" in why
+
+
+def test_a_quick_first_step_does_not_shorten_the_limit_of_a_step() -> None:
+    first = StepTimes(num_steps=100, p99_s=2.0, is_first_step=True, first_step_s=0.01)
+    later = StepTimes(num_steps=100, p99_s=2.0)
+    assert patience([rank(0)], learnt=first, rule=RULE)[0] == patience([rank(0)], learnt=later, rule=RULE)[0]

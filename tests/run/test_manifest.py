@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,8 +15,10 @@ from dougong.errors import CheckpointDamaged, UserError
 from dougong.run import layout, manifest
 from dougong.run.checkpoints import newest_good
 from dougong.run.manifest import FsspecPlace, Stored, beyond_retention, list_stored, verify
+from dougong.run.retention_lock import Moment
 from tests.run.made_checkpoint import CONTENTS, flip, make, write_files
 
+NOW = Moment(wall_ns=2 * 10**18, boot_id="b", boot_ns=10**15)
 NAMES = [*CONTENTS, "manifest.json", "COMMIT"]
 
 
@@ -145,6 +149,33 @@ def test_killed_at_any_moment_of_a_commit_the_checkpoint_is_whole_or_does_not_ex
     assert stored.is_committed is (calls.count("replace") == 2)
 
 
+@pytest.mark.parametrize("harm", ["missing", "short", "no directory"])
+def test_nothing_is_committed_over_what_is_not_there(harm: str, tmp_path: Path) -> None:
+    """As when an old letter is told again after retention deleted the checkpoint."""
+    record = write_files(tmp_path, step=10)
+    directory = tmp_path / "step-000000010-g001"
+    match harm:
+        case "missing":
+            (directory / "__0_0.distcp").unlink()
+        case "short":
+            (directory / "__0_0.distcp").write_bytes(b"")
+        case _:
+            shutil.rmtree(directory)
+    with pytest.raises(CheckpointDamaged):
+        manifest.commit(str(tmp_path), record)
+    assert not (directory / "COMMIT").exists()
+
+
+def test_files_are_read_in_several_threads_and_the_first_damage_in_order_is_told(tmp_path: Path) -> None:
+    directory = make(tmp_path, step=1)
+    for name in ("rank-0.state", "__0_0.distcp"):
+        flip(directory / name, offset_bytes=1)
+    seen: set[int] = set()
+    with pytest.raises(CheckpointDamaged):
+        verify(str(tmp_path), directory.name, on_read=lambda _: seen.add(threading.get_ident()))
+    assert len(seen) >= 1
+
+
 def test_a_commit_can_be_done_again_after_a_crash(tmp_path: Path) -> None:
     record = write_files(tmp_path, step=10)
     manifest.commit(str(tmp_path), record)
@@ -156,7 +187,11 @@ def test_a_commit_can_be_done_again_after_a_crash(tmp_path: Path) -> None:
 def test_a_manifest_that_names_a_file_outside_is_refused(name: str, tmp_path: Path) -> None:
     record = write_files(tmp_path, step=1)
     outside = msgspec.structs.replace(record, files=(manifest.FileRecord(name, 3, "0"),))
-    manifest.commit(str(tmp_path), outside)
+    with pytest.raises(CheckpointDamaged, match="outside"):
+        manifest.commit(str(tmp_path), outside)
+    content = msgspec.json.encode(outside)
+    (tmp_path / "step-000000001-g001" / "manifest.json").write_bytes(content)
+    (tmp_path / "step-000000001-g001" / "COMMIT").write_text(xxhash.xxh3_128_hexdigest(content))
     assert "outside" in damage_of(tmp_path, tmp_path / "step-000000001-g001").reason
 
 
@@ -236,13 +271,13 @@ def test_a_deletion_that_dies_after_its_first_step_leaves_no_false_checkpoint(
 
     monkeypatch.setattr(manifest.LocalPlace, "remove_tree", die)
     with pytest.raises(_Killed):
-        manifest.delete(str(tmp_path), "step-000000010-g001")
+        manifest.delete(str(tmp_path), "step-000000010-g001", moment=NOW)
     assert [item.is_committed for item in list_stored(str(tmp_path))] == [False]
 
 
 def test_a_deleted_one_is_gone(tmp_path: Path) -> None:
     make(tmp_path, step=10)
-    manifest.delete(str(tmp_path), "step-000000010-g001")
+    manifest.delete(str(tmp_path), "step-000000010-g001", moment=NOW)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -270,7 +305,7 @@ def test_commit_verify_list_and_delete_in_an_object_store() -> None:
         base = f"{root}/{manifest.directory_name(step, generation=1)}"
         place.make_directory(base)
         place.write(f"{base}/a.bin", b"abc")
-        record = manifest.FileRecord("a.bin", 3, manifest.checksum_chunks(iter([b"abc"])))
+        record = manifest.FileRecord("a.bin", 3, xxhash.xxh3_128_hexdigest(b"abc"))
         manifest.commit(
             url,
             manifest.Manifest(
@@ -281,7 +316,7 @@ def test_commit_verify_list_and_delete_in_an_object_store() -> None:
     place.write(f"{root}/step-000000020-g001/a.bin", b"abd")
     assert newest_good(url)[0] == (10, "step-000000010-g001")
     for item in list_stored(url):
-        manifest.delete(url, item.directory)
+        manifest.delete(url, item.directory, moment=NOW)
     assert list_stored(url) == ()
 
 

@@ -118,7 +118,7 @@ def test_a_step_that_a_rank_left_out_is_not_finished_by_the_next_one() -> None:
 
 
 def test_nothing_is_learnt_before_a_step() -> None:
-    assert started().learnt() == StepTimes()
+    assert started().learnt() == StepTimes(is_first_step=True)
 
 
 def test_step_times_and_the_longest_gap_are_learnt() -> None:
@@ -176,3 +176,19 @@ def test_how_steps_arrive_does_not_change_what_is_told(case: Any, max_step: int)
     assert sum(event.step_s for event in told) == pytest.approx(sum(event.step_s for event in at_once))
     assert piecewise.last_step == whole.last_step == min(last.values())
     assert piecewise.max_step == max(max_step, min(last.values()))
+
+
+def test_the_first_step_of_each_generation_is_learnt_apart() -> None:
+    progress = started(world_size=1)
+    assert progress.learnt().is_first_step
+    progress.add(0, (record(1, step_s=5.0), record(2)))
+    learnt = progress.learnt()
+    assert (learnt.is_first_step, learnt.first_step_s, learnt.p99_s) == (False, 5.0, pytest.approx(0.1))
+    progress.begin_generation(2, world_size=1)
+    assert progress.learnt().is_first_step
+    progress.add(0, (record(3, step_s=7.0),))
+    assert progress.learnt().first_step_s == 7.0
+
+
+def test_a_new_controller_does_not_take_a_running_job_for_one_in_its_first_step() -> None:
+    assert not started(world_size=1, last_step=40).learnt().is_first_step

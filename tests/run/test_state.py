@@ -19,7 +19,6 @@ from dougong.run.state import (
     put_back,
     read_table,
     read_tree,
-    replication,
     restore_rng,
     rng_state,
 )
@@ -163,9 +162,3 @@ def test_tensors_in_a_snapshot_are_aligned(tmp_path: Path) -> None:
     _, buffer = made.snapshot(made.parts(), tmp_path / "r")
     table, start = read_table(buffer)
     assert {(start + record.offset_bytes) % 64 for record in table.records} == {0}
-
-
-def test_only_ddp_or_a_single_rank_is_known_to_be_replicated() -> None:
-    parts = made.parts()
-    assert replication(parts, world_size=1).is_replicated
-    assert not replication(parts, world_size=2).is_replicated

@@ -226,7 +226,8 @@ def test_every_message_of_a_controller_arrives_as_it_was(message: ControllerMess
 
 
 def test_a_large_message_arrives_whole() -> None:
-    message = wire.StacksTaken(generation=1, stacks=((0, "x" * 5_000_000),))
+    evidence = wire.RankEvidence(rank=0, stack="x" * 5_000_000, threads="", flight="")
+    message = wire.StacksTaken(generation=1, ranks=(evidence,))
     assert through_the_wire(message) == message
 
 

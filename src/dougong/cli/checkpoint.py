@@ -5,21 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
-from dougong.clock import Clock, SystemClock
-from dougong.errors import CheckpointDamaged, UserError
+from dougong.cli.checkpoint_change import export, remove, unlock
+from dougong.cli.checkpoint_place import Meter, bytes_there, checkpoint_url, of_step, sealer_at, stored_at
+from dougong.clock import SystemClock
+from dougong.errors import CheckpointDamaged
 from dougong.run import manifest
-from dougong.run.layout import RunDirectory
-from dougong.run.settings import load_settings, run_directory
-from dougong.units import format_bytes, format_duration, format_si
+from dougong.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from dougong.run.sealed import Sealer
 
 _ROW = "{step:>10}  {generation:>10}  {size:>9}  {state:<12}  {age:>13}  {directory}"
-_QUIET_S = 1.0
-_TTY_EVERY_S = 0.2
-_LOG_EVERY_S = 10.0
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +65,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 @click.group()
 def checkpoint() -> None:
-    """List and verify durable checkpoints."""
+    """List, verify, export, unlock and remove durable checkpoints."""
+
+
+for command in (export, remove, unlock):
+    checkpoint.add_command(command)
 
 
 @checkpoint.command("ls")
@@ -73,7 +78,7 @@ def checkpoint() -> None:
 def list_checkpoints(place: str, is_json: bool) -> None:
     """What is stored for a run (default: runs/latest) or at a URL, newest first. Reads no tensor."""
     url = checkpoint_url(place)
-    listed = tuple(_listed(url, stored, now_ns=SystemClock().wall_ns()) for stored in _stored(url))
+    listed = tuple(_listed(url, stored, now_ns=SystemClock().wall_ns()) for stored in stored_at(url))
     if is_json:
         _print_json(Listing(url=url, checkpoints=listed))
         return
@@ -92,16 +97,20 @@ def list_checkpoints(place: str, is_json: bool) -> None:
 @checkpoint.command("verify")
 @click.argument("place", metavar="[RUN_DIR_OR_URL]", default="runs/latest")
 @click.option("--step", type=click.IntRange(min=1), help="Only the checkpoints of this step.")
+@click.option(
+    "--checkpoint-key", type=click.Path(path_type=Path), help="Key of encrypted ones: also find what others wrote."
+)
 @click.option("--json", "is_json", is_flag=True, help="Print the verdicts as JSON.")
-def verify(place: str, step: int | None, is_json: bool) -> int:
+def verify(place: str, step: int | None, checkpoint_key: Path | None, is_json: bool) -> int:
     """Read every byte of the checkpoints of a run (default: runs/latest) or at a URL. Exit code 1: one is damaged."""
+    sealer = sealer_at(checkpoint_key)
     url = checkpoint_url(place)
-    chosen = _of_step(_stored(url), step, url=url)
+    chosen = of_step(stored_at(url), step, url=url)
     total_bytes = sum(_listed(url, stored, now_ns=0).num_bytes or 0 for stored in chosen if stored.is_committed)
     meter = Meter(total_bytes, clock=SystemClock(), is_tty=sys.stderr.isatty())
     verdicts: list[Verified] = []
     for stored in chosen:
-        verdicts.append(_verified(url, stored, on_read=meter.advance))
+        verdicts.append(_verified(url, stored, on_read=meter.advance, sealer=sealer))
         if not is_json:
             meter.clear()
             click.echo(_verdict_line(verdicts[-1]))
@@ -111,101 +120,6 @@ def verify(place: str, step: int | None, is_json: bool) -> int:
         _print_json(report)
     _say_newest(report)
     return 1 if report.num_damaged else 0
-
-
-def checkpoint_url(place: str) -> str:
-    """The URL of the checkpoints of a run directory, of a directory of checkpoints, or itself. Raises UserError."""
-    if "://" in place:
-        return place
-    run = run_directory(Path(place))
-    if not run.root.is_dir():
-        what = "is not a directory" if run.root.exists() else "does not exist"
-        raise UserError(
-            f"{place!r} {what}",
-            where="command line",
-            mend="give a run directory, a directory of checkpoints, or a URL of them",
-        )
-    if not run.settings.exists() and manifest.list_stored(str(run.root)):
-        return str(run.root)
-    return _url_of_run(run)
-
-
-def _url_of_run(run: RunDirectory) -> str:
-    """As the run recorded it; beside `run.json` if the run directory was moved or copied since."""
-    recorded = load_settings(run).checkpoint_url
-    if "://" not in recorded and not Path(recorded).is_dir() and run.checkpoints.is_dir():
-        return str(run.checkpoints)
-    return recorded
-
-
-class Meter:
-    """Says on stderr how far a long reading is: bytes, rate, time left. Says nothing about a short one."""
-
-    def __init__(
-        self, total_bytes: int, *, clock: Clock, is_tty: bool, say: Callable[[str], None] | None = None
-    ) -> None:
-        self._total_bytes = total_bytes
-        self._clock = clock
-        self._is_tty = is_tty
-        self._say = say or _say_on_stderr
-        self._began_ns = clock.monotonic_ns()
-        self._next_s = _QUIET_S if is_tty else _LOG_EVERY_S
-        self._num_bytes = 0
-        self._width = 0
-
-    def advance(self, num_bytes: int) -> None:
-        """So many more bytes are read."""
-        self._num_bytes += num_bytes
-        elapsed_s = (self._clock.monotonic_ns() - self._began_ns) / 1e9
-        if elapsed_s < self._next_s:
-            return
-        self._next_s = elapsed_s + (_TTY_EVERY_S if self._is_tty else _LOG_EVERY_S)
-        text = self._text(elapsed_s)
-        if self._is_tty:
-            self._say("\r" + text.ljust(self._width))
-            self._width = len(text)
-        else:
-            self._say(text + "\n")
-
-    def clear(self) -> None:
-        """Take the line back, so that something else can be written there."""
-        if self._width:
-            self._say("\r" + " " * self._width + "\r")
-            self._width = 0
-
-    def _text(self, elapsed_s: float) -> str:
-        rate_bytes_per_s = self._num_bytes / elapsed_s
-        left_bytes = max(0, self._total_bytes - self._num_bytes)
-        left = format_duration(left_bytes / rate_bytes_per_s) if rate_bytes_per_s else "unknown time"
-        done = f"{format_bytes(self._num_bytes)} of {format_bytes(self._total_bytes)}"
-        return f"reading: {done}, {format_si(rate_bytes_per_s, 'B/s')}, {left} left"
-
-
-def _say_on_stderr(text: str) -> None:
-    click.echo(text, nl=False, err=True)
-
-
-def _stored(url: str) -> tuple[manifest.Stored, ...]:
-    try:
-        return manifest.list_stored(url)
-    except OSError as error:
-        raise UserError(
-            f"checkpoints cannot be listed: {error.strerror or error}",
-            where=url,
-            mend="check that the storage is there and may be read",
-        ) from error
-
-
-def _of_step(stored: tuple[manifest.Stored, ...], step: int | None, *, url: str) -> tuple[manifest.Stored, ...]:
-    chosen = tuple(item for item in stored if step is None or item.step == step)
-    if step is not None and not chosen:
-        steps = ", ".join(str(number) for number in sorted({item.step for item in stored}))
-        raise UserError(
-            f"there is no checkpoint of step {step} in {url}",
-            where="--step",
-            mend=f"one of {steps}" if steps else "none has been written there yet",
-        )
-    return chosen
 
 
 def _listed(url: str, stored: manifest.Stored, *, now_ns: int) -> Listed:
@@ -221,7 +135,7 @@ def _listed(url: str, stored: manifest.Stored, *, now_ns: int) -> Listed:
         except (CheckpointDamaged, OSError) as error:
             problem = _reason(error)
     else:
-        num_bytes = _bytes_there(url, stored.directory)
+        num_bytes = bytes_there(url, stored.directory)
     return Listed(
         directory=stored.directory,
         step=stored.step,
@@ -233,22 +147,13 @@ def _listed(url: str, stored: manifest.Stored, *, now_ns: int) -> Listed:
     )
 
 
-def _bytes_there(url: str, directory: str) -> int | None:
-    """What an uncommitted checkpoint holds so far; it may be vanishing while we look."""
-    place, root = manifest.storage_at(url)
-    try:
-        return sum(place.size_bytes(f"{root}/{directory}/{name}") for name in place.names(f"{root}/{directory}"))
-    except OSError:
-        return None
-
-
-def _verified(url: str, stored: manifest.Stored, *, on_read: Callable[[int], None]) -> Verified:
+def _verified(url: str, stored: manifest.Stored, *, on_read: Callable[[int], None], sealer: Sealer | None) -> Verified:
     verdict, num_bytes, path, reason = "good", 0, "", ""
     if not stored.is_committed:
         verdict, reason = "uncommitted", "it was never committed; it is being written, or a crash left it"
     else:
         try:
-            num_bytes = manifest.verify(url, stored.directory, on_read=on_read).num_bytes
+            num_bytes = manifest.verify(url, stored.directory, on_read=on_read, sealer=sealer).num_bytes
         except (CheckpointDamaged, OSError) as error:
             verdict, reason = "damaged", _reason(error)
             path = error.path if isinstance(error, CheckpointDamaged) else f"{url}/{stored.directory}"

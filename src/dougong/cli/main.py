@@ -16,7 +16,7 @@ _COMMANDS = {
     "run": ("dougong.cli.run:run", "Keep a training script running through every fault."),
     "score": ("dougong.cli.score:score", "Judge a run: availability, goodput, MTBF, MFU …"),
     "events": ("dougong.cli.events:events", "Show what happened in a run."),
-    "checkpoint": ("dougong.cli.checkpoint:checkpoint", "List and verify durable checkpoints."),
+    "checkpoint": ("dougong.cli.checkpoint:checkpoint", "List, verify, export, unlock and remove durable checkpoints."),
     "simulate": ("dougong.cli.simulate:simulate", "Run a scenario on the simulated cluster."),
     "show": ("dougong.cli.show:show", "Check and show a cluster description."),
     "discover": ("dougong.cli.discover:discover", "Write the description of this machine."),

@@ -32,12 +32,20 @@ import click
 )
 @click.option("--keep", type=click.IntRange(min=1), default=3, show_default=True, help="Durable checkpoints kept.")
 @click.option(
+    "--checkpoint-key", type=click.Path(path_type=Path), help="Encrypt durable checkpoints with the key in this file."
+)
+@click.option(
+    "--retention-lock", metavar="DURATION", help="How long nothing deletes a durable checkpoint, for example 7d."
+)
+@click.option("--lock-key", type=click.Path(path_type=Path), help="The owner's key, which opens a retention lock.")
+@click.option(
     "--set",
     "settings",
     multiple=True,
     metavar="NAME=VALUE",
     help="A setting of policy, hang rule or saves, such as hang.startup_s=7200 (see the guide).",
 )
+@click.option("--preflight", is_flag=True, help="Test every node, spares included, before the start (under a minute).")
 @click.option("--time-limit", help="Wall time of the job, such as 4h; under Slurm it is known [default: none].")
 @click.option("--save-before", default="120s", show_default=True, help="Save and leave so long before the limit.")
 @click.option("--requeue", is_flag=True, help="Put the Slurm job back into its queue after that.")

@@ -29,7 +29,11 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     memory_every: int = 5
     durable_every: int = 50
     keep: int = 3
+    checkpoint_key: Path | None = None
+    retention_lock: str | None = None
+    lock_key: Path | None = None
     settings: tuple[str, ...] = ()
+    preflight: bool = False
     webhook: str = ""
     oversubscribe: bool = False
     reference: Path | None = None

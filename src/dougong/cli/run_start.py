@@ -41,6 +41,7 @@ from dougong.run.settings import (
 )
 from dougong.run.timeline import drop_anchor, run_clock
 from dougong.spec.chaos import Chaos, load_chaos, resolve
+from dougong.units import parse_duration_s
 
 _SETTABLE = ("policy", "hang", "save")
 _DEFAULT_CHAOS = Path(dougong.__file__).parent / "spec" / "catalog" / "chaos-default.yaml"
@@ -143,7 +144,8 @@ def supervise(
 def settings_for(
     options: RunOptions, wanted: Shape, command: tuple[str, ...], run: RunDirectory, *, is_chaos: bool
 ) -> RunSettings:
-    """The settings of a run on this machine."""
+    """The settings of a run on this machine. Raises UserError for keys that cannot be read."""
+    _check_keys(options)
     nodes, spares, cluster_name = _nodes(options, wanted)
     peak, peak_source = rank_peak(NvmlProbe().accelerators().accelerators)
     total = wanted.num_nodes * wanted.procs_per_node
@@ -165,6 +167,7 @@ def settings_for(
             memory_every_steps=options.memory_every,
             durable_every_steps=options.durable_every,
             keep_durable=options.keep,
+            lock_s=_lock_s(options.retention_lock),
         ),
         checkpoint_url=_checkpoint_url(options, run),
         memory_root=str(_memory_root(run)),
@@ -174,7 +177,10 @@ def settings_for(
         master_port=options.master_port or 0,
         webhook_url=options.webhook,
         is_chaos=is_chaos,
+        wants_preflight=options.preflight,
         min_nodes=wanted.min_nodes,
+        checkpoint_key=_absolute(options.checkpoint_key),
+        lock_key=_absolute(options.lock_key),
     )
     for text in options.settings:
         settings = with_setting(settings, text)
@@ -183,6 +189,33 @@ def settings_for(
         _check_takes_files(memory_root, option="--set save.memory_root")
         settings = msgspec.structs.replace(settings, memory_root=str(memory_root))
     return settings
+
+
+def _lock_s(text: str | None) -> float:
+    """Raises UserError."""
+    try:
+        return 0.0 if text is None else parse_duration_s(text)
+    except ValueError as error:
+        raise UserError(str(error), where="--retention-lock", mend="for example 12h or 7d") from error
+
+
+def _check_keys(options: RunOptions) -> None:
+    """The keys are read here once, so that a mistake shows before the start, and never stored.
+
+    Raises UserError, and MissingExtra.
+    """
+    if options.checkpoint_key is None and options.lock_key is None:
+        return
+    from dougong.run.sealed import load_key, load_sealer
+
+    if options.checkpoint_key is not None:
+        load_sealer(options.checkpoint_key)
+    if options.lock_key is not None:
+        load_key(options.lock_key, option="--lock-key")
+
+
+def _absolute(path: Path | None) -> str:
+    return "" if path is None else str(path.absolute())
 
 
 def with_setting(settings: RunSettings, text: str) -> RunSettings:

@@ -20,9 +20,9 @@ def stop_at_s(
     `--time-limit` counts from now; without it Slurm's end of the job is taken (SLURM_JOB_END_TIME, seconds since the
     epoch; source: sbatch(1), "OUTPUT ENVIRONMENT VARIABLES"). Raises UserError for what is no duration, or no time.
     """
-    before_s = parse_duration_s(save_before)
+    before_s = _duration_s(save_before, option="--save-before")
     if time_limit is not None:
-        end_s = now_s + parse_duration_s(time_limit)
+        end_s = now_s + _duration_s(time_limit, option="--time-limit")
     elif environment.get("SLURM_JOB_END_TIME", "").isdecimal():
         end_s = float(environment["SLURM_JOB_END_TIME"])
     else:
@@ -36,6 +36,13 @@ def stop_at_s(
             mend="give a longer limit, or save later",
         )
     return end_s - before_s
+
+
+def _duration_s(text: str, *, option: str) -> float:
+    try:
+        return parse_duration_s(text)
+    except ValueError as error:
+        raise UserError(str(error), where=option, mend="write a time such as 90s, 30m or 4h") from error
 
 
 def requeue(environment: Mapping[str, str]) -> str:

@@ -79,8 +79,35 @@ def _sentence(event: kinds.AnyEvent | kinds.Unknown) -> str:
         case kinds.WebhookSent():
             answer = f"answered {event.status}" if event.status else "could not be reached"
             return f"webhook {answer}{_colon(event.detail)}"
+        case kinds.PeersChosen():
+            return f"copies of {_count(len(event.keepers), 'node')} on others: {event.reason}"
         case kinds.WarningRaised():
             return f"warning: {event.text}"
+        case kinds.StorageFailing():
+            what = "is too slow" if event.cause == "slow" else "fails"
+            return f"storage {what} at step {event.step} ({event.cause}): {event.path}: {event.reason}; {event.mend}"
+        case kinds.StorageRecovered():
+            missed = _count(event.num_missed, "checkpoint")
+            return f"storage takes checkpoints again (step {event.step}) after {missed} missed ({event.cause})"
+        case kinds.PreflightDone():
+            return _preflight(event)
+        case kinds.NodeQuarantined():
+            return f"node is quarantined: {event.reason}"
+        case kinds.LinkSuspected():
+            return f"the link between {event.first} and {event.second} is suspect: {event.reason}"
+        case kinds.SnapshotRefused():
+            return f"no checkpoint from step {event.step} on{_rank(event.rank)}: {event.reason}"
+        case kinds.BatchesSkipped():
+            samples = sum(len(ids) for _, ids in event.samples)
+            told = f", {_count(samples, 'sample')}" if samples else ""
+            return f"batches of step {event.step} (generation {event.generation}) are skipped{told}: {event.reason}"
+        case kinds.StragglerNamed():
+            return f"rank {event.rank} is a straggler at step {event.step}: {event.detail}"
+        case kinds.CorruptionSuspected():
+            ranks = ", ".join(map(str, event.ranks))
+            return f"state of rank(s) {ranks} differs at step {event.step}: {event.detail}"
+        case kinds.ReplicasCompared():
+            return f"parameters and optimizer state are the same on all ranks after step {event.step}"
         case kinds.Unknown():
             return f"a kind this version does not know: {event.fields_json}"
         case _:
@@ -116,6 +143,13 @@ def _recovery(event: kinds.RecoveryDecided) -> str:
     tier = "" if event.restore_source == "none" else f" ({event.restore_source})"
     wait = f" after {format_duration(event.backoff_s)}" if event.backoff_s else ""
     return f"{event.rung} {source}{tier}{wait}: {event.reason}"
+
+
+def _preflight(event: kinds.PreflightDone) -> str:
+    rates = [node.flop_per_s for node in event.nodes if node.flop_per_s is not None]
+    figures = f", {format_si(min(rates), 'FLOP/s')} or more" if rates else ""
+    took = format_duration(event.took_s)
+    return f"pre-flight of {_count(len(event.nodes), 'node')} in {took}{figures}: {event.reason}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -22,11 +22,16 @@ CauseClass = Literal[
     "host",  # CPU, DRAM, PSU, SSD, chassis, thermal
     "software",
     "silent-corruption",
+    "straggler",  # a rank that computes much more slowly than the others
     "maintenance",  # planned or unplanned work by people
     "unknown",
 ]
 
-Tier = Literal["memory", "durable"]
+Tier = Literal[
+    "memory",  # of the node itself
+    "peer",  # of another node too
+    "durable",
+]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
@@ -301,11 +306,144 @@ class WebhookSent(Event, frozen=True, kw_only=True):
     detail: str
 
 
+class Keeper(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes that keep copies of the memory checkpoints of one node, its `owner`."""
+
+    owner: str
+    keepers: tuple[str, ...]
+
+
+class PeersChosen(Event, frozen=True, kw_only=True):
+    """Which nodes keep copies of whose memory checkpoints from now on, and why these."""
+
+    keepers: tuple[Keeper, ...]
+    reason: str
+
+
 class WarningRaised(Event, frozen=True, kw_only=True):
     """Something a person should know that stops nothing."""
 
     component: str
     text: str
+
+
+class StorageFailing(Event, frozen=True, kw_only=True):
+    """The storage of durable checkpoints does not take them, or not fast enough. Training goes on from memory
+    checkpoints, and each one that is due tries again. Written once when it begins, and when the cause changes.
+
+    `step`: of the first checkpoint that was missed.
+    """
+
+    step: int
+    cause: Literal["full", "read-only", "slow", "gone", "other"]
+    path: str
+    reason: str
+    mend: str
+
+
+class StorageRecovered(Event, frozen=True, kw_only=True):
+    """The storage takes durable checkpoints again, since that of `step`; `num_missed` were not written meanwhile."""
+
+    step: int
+    cause: Literal["full", "read-only", "slow", "gone", "other"]
+    path: str
+    num_missed: int
+
+
+# --- checks of nodes, losses, speed and state ----------------------------------------------------------------------
+
+
+class NodeFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node reached in pre-flight. `None` = no answer, or not measured.
+
+    `flop_per_s`: of its slowest accelerator alone; `bytes_per_s`: the slowest of its all-reduces with a partner, the
+    bytes of the buffer over the time.
+    """
+
+    component: str
+    flop_per_s: float | None = None
+    bytes_per_s: float | None = None
+
+
+class PreflightDone(Event, frozen=True, kw_only=True):
+    """The nodes were tested; `bad` ones are not used."""
+
+    nodes: tuple[NodeFigures, ...]
+    bad: tuple[str, ...]
+    took_s: float
+    reason: str
+
+
+class NodeQuarantined(Event, frozen=True, kw_only=True):
+    """A node is no longer given work, although it may still answer. NodeRepaired ends it."""
+
+    component: str
+    reason: str
+
+
+class LinkSuspected(Event, frozen=True, kw_only=True):
+    """Two nodes failed a test together that each passed with another: what lies between them is suspect."""
+
+    first: str
+    second: str
+    reason: str
+
+
+class SnapshotRefused(Event, frozen=True, kw_only=True):
+    """From `step` on no checkpoint replaces the last good one, until the losses are good again. Said once."""
+
+    step: int
+    generation: int
+    rank: int
+    reason: str
+
+
+class BatchesSkipped(Event, frozen=True, kw_only=True):
+    """The batches that `generation` trained as `step` are passed over from now on, on every rank.
+
+    `samples`: their ids by rank, as far as the script told them (`step.record(samples=…)`).
+    """
+
+    step: int
+    generation: int
+    samples: tuple[tuple[int, tuple[int, ...]], ...]
+    reason: str
+
+
+class StragglerNamed(Event, frozen=True, kw_only=True):
+    """A rank computes much more slowly than the others, for most of the last steps. Said once per episode.
+
+    `compute_s`: its time in a step before the first collective, `usual_s` the median of all ranks, both medians over
+    those steps. `z`: the median of its robust z; `None` with two ranks, where it means nothing.
+    """
+
+    generation: int
+    rank: int
+    component: str
+    step: int
+    compute_s: float
+    usual_s: float
+    z: float | None
+    detail: str
+
+
+class CorruptionSuspected(Event, frozen=True, kw_only=True):
+    """State that must be the same on all ranks is not. `ranks`: those that differ from the majority, or all if there
+    is none. What was saved after `agreed_step` is not used."""
+
+    generation: int
+    step: int
+    ranks: tuple[int, ...]
+    agreed_generation: int
+    agreed_step: int
+    detail: str
+
+
+class ReplicasCompared(Event, frozen=True, kw_only=True):
+    """The state that must be the same on all ranks was, right after this step."""
+
+    generation: int
+    step: int
 
 
 AnyEvent = (
@@ -336,7 +474,18 @@ AnyEvent = (
     | ControllerStarted
     | WorldResized
     | WebhookSent
+    | PeersChosen
     | WarningRaised
+    | StorageFailing
+    | StorageRecovered
+    | PreflightDone
+    | NodeQuarantined
+    | LinkSuspected
+    | SnapshotRefused
+    | BatchesSkipped
+    | StragglerNamed
+    | CorruptionSuspected
+    | ReplicasCompared
 )
 
 

@@ -23,15 +23,20 @@ from dougong.backend.local import process
 from dougong.clock import CarriedClock, Clock
 from dougong.run import wire
 from dougong.run.activity import ActivityState, advance
+from dougong.run.copy_store import CopyStore, forget_newer
+from dougong.run.courier_link import CopyUnavailable, CourierLink
+from dougong.run.evidence import take_evidence
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
-from dougong.run.letters import Rejoin, post, read_from_worker, unread
+from dougong.run.letters import OrderPut, Rejoin, post, read_from_worker, unread
 from dougong.run.links import LinkDoor
+from dougong.run.log_continuation import log_variables
 from dougong.run.page import Page, Phase, StepRecord
 from dougong.run.place import place_of, torchrun_variables, worker_variables
+from dougong.run.probe import probe
 from dougong.run.reserve import fill_reserve, with_reserve
 from dougong.run.settings import RunSettings
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.stacks import take_stack
+from dougong.run.writer_link import WriterLink
 from dougong.run.zygote_link import ZygoteLink
 
 _TICK_S = 0.02
@@ -86,6 +91,16 @@ class Agent:
         self._told: list[wire.ToController] = []
         log_path = run.logs / f"zygote-{component.rsplit('/', 1)[-1]}.log"
         self._zygote = ZygoteLink(settings, log_path=log_path, spawn=self._spawn)
+        writer_log = log_path.with_name(log_path.name.replace("zygote-", "writer-", 1))
+        self._writer = WriterLink(settings, node=node, log_path=writer_log, spawn=self._spawn)
+        courier_log = run.logs / f"courier-{component.rsplit('/', 1)[-1]}.log"
+        self._courier = CourierLink(
+            component,
+            run=run,
+            log_path=courier_log,
+            spawn=self._spawn,
+            tell=lambda held: self._tell(held, is_kept=False),
+        )
         self._generation = 0
         self._killed_generation = 0
         self._launching = asyncio.Lock()
@@ -103,6 +118,7 @@ class Agent:
         self._adopt()
         self._link_port = await self._links.open(_listen_host(self._settings))
         await self._zygote.start()
+        await self._writer.start()
         watch = asyncio.create_task(self._watch())
         watch.add_done_callback(self._on_task_done)
         try:
@@ -121,6 +137,8 @@ class Agent:
             watch.cancel()
             self._links.close()
             self._zygote.close()
+            self._writer.close()
+            await self._courier.close()
 
     # --- speaking with the controller ---
 
@@ -156,6 +174,8 @@ class Agent:
             free_port=free_port(_listen_host(self._settings)),
             workers=tuple(worker.worker for worker in self._workers.values()),
             snapshots=snapshots_in(self._node, is_verified=False),
+            courier_port=self._courier.held.courier_port,
+            copies=CopyStore(self._node).held(),
             link_port=self._link_port,
         )
 
@@ -183,8 +203,15 @@ class Agent:
             case wire.StopAt():
                 for worker in self._workers.values():
                     worker.page.stop_at_step = message.step
+            case wire.HoldSaves():
+                for worker in self._workers.values():
+                    worker.page.hold_saves(until_step=message.until_step)
             case wire.Deliver():
                 post(self._node.inbox(message.rank), message.letter)
+            case wire.CopyOrder():
+                self._courier.order(message)
+            case wire.Preflight():
+                self._spawn(self._preflight(message))
             case wire.Dismiss():
                 await self._leave(is_memory_kept=message.is_memory_kept)
 
@@ -223,6 +250,9 @@ class Agent:
         self._forward_letters()
         self._forward_steps()
         try:
+            await self._courier.bring(launch.restore, ranks=[rank for rank, _ in launch.ranks])
+            for rank, _ in launch.ranks:
+                forget_newer(self._node.snapshot(rank), generation=launch.restore.generation, step=launch.restore.step)
             for rank in staying:
                 self._have_rejoin(launch, rank)
             if launch.is_cold:
@@ -233,6 +263,10 @@ class Agent:
                 if rank in launch.staying:
                     raise ConnectionError(f"rank {rank} was to stay and is gone")
                 await self._start_worker(launch, rank, local_rank)
+        except CopyUnavailable as error:
+            failed = wire.LaunchFailed(generation=launch.generation, reason=str(error), bad_origin=error.origin)
+            self._tell(failed)
+            return
         except (OSError, ConnectionError) as error:
             self._tell(wire.LaunchFailed(generation=launch.generation, reason=str(error)))
             return
@@ -254,6 +288,7 @@ class Agent:
             restore_step=restore.step,
             restore_generation=restore.generation,
             restore_directory=restore.directory,
+            skips=restore.skips,
         )
         post(self._node.inbox(rank), letter)
 
@@ -267,7 +302,8 @@ class Agent:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             log.write(f"--- generation {launch.generation} on {self._component}\n".encode())
-        variables = {**worker_variables(place), **torchrun_variables(place, self._settings, launch)}
+        logs = log_variables(self._run, run_id=place.run_id, rank=rank, environment=os.environ)
+        variables = {**logs, **worker_variables(place), **torchrun_variables(place, self._settings, launch)}
         pid = await self._zygote.fork(variables=variables, log_path=log_path)
         if launch.generation <= self._killed_generation:
             # it was ended before it began: the zygote was still importing when it was asked for
@@ -369,7 +405,10 @@ class Agent:
         except (OSError, msgspec.MsgspecError):
             path.unlink(missing_ok=True)
             return
-        self._tell(wire.Received(letter=letter))
+        if isinstance(letter, OrderPut):
+            self._writer.pass_on(letter.path)
+        else:
+            self._tell(wire.Received(letter=letter))
         path.unlink(missing_ok=True)
 
     def _forward_steps(self) -> None:
@@ -439,13 +478,16 @@ class Agent:
                 process.kill(worker.worker.pid, signal.SIGTERM)
             await self._wait_gone(victims, timeout_s=order.grace_s)
         await self._end(victims)
-        undead = tuple(worker.worker.rank for worker in victims if process.is_alive(worker.worker.pid))
+        alive = [worker.worker for worker in victims if process.is_alive(worker.worker.pid)]
+        states = (process.read(worker.pid) for worker in alive)
         self._tell(
             wire.Killed(
                 generation=order.generation,
                 snapshots=snapshots_in(self._node, is_verified=False),
                 free_port=free_port(_listen_host(self._settings)),
-                undead=undead,
+                undead=tuple(worker.rank for worker in alive),
+                undead_states=tuple("?" if reading is None else reading.state for reading in states),
+                copies=CopyStore(self._node).held(),  # a rank may have found one damaged meanwhile
             ),
             is_kept=False,
         )
@@ -469,13 +511,29 @@ class Agent:
 
     async def _take_stacks(self, generation: int) -> None:
         workers = [worker for worker in self._workers.values() if worker.worker.generation == generation]
-        texts = await asyncio.gather(*(take_stack(worker.worker.pid) for worker in workers))
-        pairs = tuple((worker.worker.rank, text) for worker, text in zip(workers, texts, strict=True))
-        self._tell(wire.StacksTaken(generation=generation, stacks=pairs), is_kept=False)
+        ranks = await asyncio.gather(
+            *(
+                take_evidence(
+                    worker.worker.rank,
+                    pid=worker.worker.pid,
+                    page=worker.page,
+                    flight_path=self._node.flight(worker.worker.rank),
+                )
+                for worker in workers
+            )
+        )
+        self._tell(wire.StacksTaken(generation=generation, ranks=tuple(ranks)), is_kept=False)
+
+    async def _preflight(self, order: wire.Preflight) -> None:
+        answer = await probe(order, node=self._node, run=self._run, settings=self._settings, zygote=self._zygote)
+        port = free_port(_listen_host(self._settings))
+        self._tell(msgspec.structs.replace(answer, free_port=port), is_kept=False)
 
     async def _leave(self, *, is_memory_kept: bool) -> None:
         self._is_dismissed = True
         await self._end(list(self._workers.values()))
+        self._writer.end()
+        await self._courier.close()
         if not is_memory_kept:
             shutil.rmtree(self._node.root, ignore_errors=True)
             with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ class Announcements:
         self._reason = ""
         self._restored: dict[int, letters.Restored] = {}
         self._peaks: dict[int, letters.PeakMeasured] = {}
-        self._last_memory_step = 0
+        self.last_memory_step = 0
         self._last_memory_s = 0.0
 
     def begin_generation(self, *, world_size: int, reason: str) -> None:
@@ -35,7 +35,7 @@ class Announcements:
         self.is_restored = False
         self._restored.clear()
         self._peaks.clear()
-        self._last_memory_step = 0
+        self.last_memory_step = 0
 
     def model(self, letter: letters.ModelFound) -> tuple[AnyEvent, ...]:
         if self.is_model_described:
@@ -90,9 +90,9 @@ class Announcements:
             if snapshot.generation == generation:
                 held.setdefault(snapshot.step, []).append(snapshot)
         step = max((step for step, parts in held.items() if len(parts) == self._world_size), default=0)
-        if step <= self._last_memory_step:
+        if step <= self.last_memory_step:
             return ()
-        self._last_memory_step, self._last_memory_s = step, now_s
+        self.last_memory_step, self._last_memory_s = step, now_s
         return (
             CheckpointSaved(
                 step=step,

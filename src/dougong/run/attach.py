@@ -10,44 +10,59 @@ for step in job.steps(until=1000):         # resumes, or rolls back, to the exac
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from dougong.errors import CheckpointDamaged, UserError
 from dougong.run import manifest
+from dougong.run.bad_loss import ids_of, skips_before
 from dougong.run.capture import Capture, fenced_storages
 from dougong.run.copier import Copier, CopyJob, Done
+from dougong.run.copy_store import kept_for
 from dougong.run.data_position import DataPosition
-from dougong.run.dcp_shard import read_state
+from dougong.run.dcp_read import DurableState
+from dougong.run.fingerprint import fingerprint, flip_bit, replicated
 from dougong.run.group import ReplaceableGroup, can_stay, default_group, join_store
 from dougong.run.letters import (
+    Fingerprinted,
+    LossFoundBad,
     ModelFound,
     PeakMeasured,
     Rejoin,
     Restored,
+    SaveRefused,
     ShardFailed,
+    Skip,
     Stopped,
     WarningGiven,
     from_agent,
     post,
 )
-from dougong.run.page import Page, Phase, StepRecord
+from dougong.run.log_continuation import ContinuedWriter
+from dougong.run.loss_gate import LossGate
+from dougong.run.page import ControlFault, Page, Phase, StepRecord
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
 from dougong.run.put_in import move_out, tree_in_place
 from dougong.run.reducers import renew_reducers
+from dougong.run.reshard import state_for
+from dougong.run.sealed import UnsealedPlace, load_sealer
+from dougong.run.sharding import Sharding, ranks_of
 from dougong.run.snapshot import Slot, SnapshotFiles
-from dougong.run.state import Progress, Replication, gather, num_parameters, put_back, replication
+from dougong.run.state import Progress, gather, num_parameters, put_back, read_branch
 from dougong.run.watch import Watch
 from dougong.run.worker import do_control_fault, is_broken_collective
 
@@ -72,6 +87,8 @@ def attach(
     data: Any = None,
     model_flop_per_token: float | None = None,
     hardware_flop_per_token: float | None = None,
+    stage: int | None = None,
+    replicated_over: Sequence[int] | dist.ProcessGroup | None = None,
     **others: Stateful,
 ) -> Job:
     """A job whose whole state is saved and restored by Dougong.
@@ -79,8 +96,10 @@ def attach(
     `data` is any iterable of batches; one with `state_dict()` and `load_state_dict()` (StatefulDataLoader) is asked
     for its position itself. `others` are further objects with the same two methods (a gradient scaler, an EMA model
     …). `model_flop_per_token` is what MFU counts; without it, 6 FLOP per parameter and token are assumed and the
-    score says so. Under plain Python or torchrun the loop runs just the same, without saving. Raises UserError for an
-    object without state.
+    score says so. How the state lies over the ranks is found from DDP, DTensors and `ZeroRedundancyOptimizer`; only a
+    pipeline has to be told: `replicated_over`, the ranks that hold the same stage, and, if the stages use the same
+    parameter names, the number of this rank's `stage`. Under plain Python or torchrun the loop runs just the same,
+    without saving. Raises UserError for an object without state.
     """
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, **others}
     present = {name: part for name, part in parts.items() if part is not None}
@@ -93,7 +112,7 @@ def attach(
             )
     if reserved := sorted({"rng", "data", "progress"} & set(present)):
         raise UserError(f"the name {reserved[0]!r} is taken", where="attach()", mend="give the object another name")
-    job = Job(present, data=data)
+    job = Job(present, data=data, stage=stage, replicated_over=ranks_of(replicated_over))
     job.describe_model(model_flop_per_token, hardware_flop_per_token)
     return job
 
@@ -101,9 +120,15 @@ def attach(
 class Job:
     """A training job in this process: its steps, and its place in the run."""
 
-    def __init__(self, parts: dict[str, Any], *, data: Any) -> None:
+    def __init__(
+        self,
+        parts: dict[str, Any],
+        *,
+        data: Any,
+        stage: int | None = None,
+        replicated_over: tuple[int, ...] | None = None,
+    ) -> None:
         self._parts = parts
-        self._data = None if data is None else DataPosition(data)
         self._place = worker_place()
         self._step = 0
         self._num_tokens = 0
@@ -123,7 +148,14 @@ class Job:
         self._is_memory_warned = False
         self._submitted_step = 0
         self._loaded_step = 0
+        self._resumed_step = 0
+        self._can_go_back = True
+        self._log_writers: list[ContinuedWriter] = []
         self.rank, self.world_size = rank_and_world_size()
+        self._data = None if data is None else DataPosition(data, rank=self.rank, world_size=self.world_size)
+        self._sharding = Sharding(
+            parts, rank=self.rank, world_size=self.world_size, stage=stage, replicated_over=replicated_over
+        )
         if self._place is not None:
             self._page = Page.open(self._place.node.page(self._place.rank))
             if self._page.is_attached:
@@ -140,6 +172,7 @@ class Job:
             self._watch = Watch(self._page, generation=self._place.generation)
             _fence_optimizers(self._copier)
             self._ledger = _Ledger(self._place)
+        self._gate = LossGate(spike_z=0.0 if self._place is None else self._place.spike_z)
 
     @property
     def num_steps(self) -> int:
@@ -182,6 +215,7 @@ class Job:
         self._restore()
         while until is None or self._step < until:
             began_ns = time.monotonic_ns()
+            self._pass_over_skipped(is_endless=until is not None)
             batch = self._next_batch(is_endless=until is not None)
             if batch is _END:
                 break
@@ -197,6 +231,29 @@ class Job:
                 self._between_steps()
         self._finish()
 
+    def compiling(self) -> AbstractContextManager[None]:
+        """`with job.compiling():` around what compiles for long (`torch.compile`, CUDA graphs), in a step or outside.
+
+        A hang in there is found after `hang.compile_s` instead of the few seconds of a step.
+        """
+        return self._in_phase(Phase.COMPILE)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """`with job.evaluating():` around an evaluation between two steps; its budget is `hang.evaluation_s`."""
+        return self._in_phase(Phase.EVALUATION)
+
+    @contextlib.contextmanager
+    def _in_phase(self, phase: Phase) -> Generator[None]:
+        if self._page is None:
+            yield
+            return
+        before = self._page.phase
+        self._page.enter(phase, now_ns=time.monotonic_ns())
+        try:
+            yield
+        finally:
+            self._page.enter(before, now_ns=time.monotonic_ns())
+
     # --- called by Step ---
 
     def begin_step(self) -> int:
@@ -204,7 +261,12 @@ class Job:
         if self._page is not None and self._place is not None:
             self._page.enter(Phase.STEP, now_ns=now_ns)
             if self._place.is_chaos:
-                do_control_fault(self._page)
+                fault = self._page.take_fault()
+                if fault is ControlFault.FLIP:
+                    flip_bit(self._parts)
+                do_control_fault(fault)
+            if (group := default_group()) is not None:
+                group.first_entered_ns = 0
         return now_ns
 
     def finish_step(self, step: Step) -> None:
@@ -228,17 +290,41 @@ class Job:
                 tokens=step.tokens,
                 checkpoint_stall_ns=self._stall_ns,
                 between_ns=max(0, step.begin_ns - self._between_since_ns - step.data_wait_ns - self._stall_ns),
+                compute_ns=_until_first_collective_ns(step.begin_ns),
             )
         )
         self._stall_ns = 0
         self._between_since_ns = now_ns
         self._page.enter(Phase.BETWEEN, now_ns=now_ns)
+        self._look_at_loss(step)
+        self._compare_replicas()
 
-    def _write_ledger(self, step: int, samples: tuple[int, ...]) -> None:
+    def _look_at_loss(self, step: Step) -> None:
+        assert self._place is not None
+        reason = self._gate.take(step=step.number, loss=step.loss, grad_norm=step.grad_norm)
+        if reason:
+            place = self._place
+            letter = LossFoundBad(generation=place.generation, rank=place.rank, step=step.number, reason=reason)
+            post(place.node.outbox(place.rank), letter)
+
+    def _compare_replicas(self) -> None:
+        """Every so many steps: tell the fingerprint of what must be the same on all ranks now."""
+        place = self._place
+        if place is None or not place.fingerprint_every_steps or self._step % place.fingerprint_every_steps:
+            return
+        began_ns = time.monotonic_ns()
+        tensors = tuple(replicated(self._parts, world_size=place.world_size))
+        if tensors:
+            digest = fingerprint(tensors)
+            letter = Fingerprinted(generation=place.generation, rank=place.rank, step=self._step, digest=digest)
+            post(place.node.outbox(place.rank), letter)
+        self._stall_ns += time.monotonic_ns() - began_ns
+
+    def _write_ledger(self, step: int, samples: tuple[int, ...], *, is_skipped: bool = False) -> None:
         """A full disk must not stop training for the sake of the proof that it went well."""
         assert self._ledger is not None and self._place is not None
         try:
-            self._ledger.write(step, samples)
+            self._ledger.write(step, samples, is_skipped=is_skipped)
         except OSError as error:
             if not self._is_ledger_warned:
                 self._is_ledger_warned = True
@@ -274,7 +360,6 @@ class Job:
         assert self._copier is not None and self._watch is not None
         self._copier.wait()
         self._copier.take_fence_ns()
-        self._persister.wait_idle()
         self._place = msgspec.structs.replace(
             self._place,
             generation=letter.generation,
@@ -282,6 +367,7 @@ class Job:
             restore_step=letter.restore_step,
             restore_generation=letter.restore_generation,
             restore_directory=letter.restore_directory,
+            skips=letter.skips,
         )
         self._persister.move_to(self._place)
         self._watch.move_to(letter.generation)
@@ -301,13 +387,24 @@ class Job:
         if place is None or page is None:
             return
         wants_stop = bool(page.stop_at_step) and self._step >= page.stop_at_step
-        is_durable = wants_stop or self._step % place.durable_every_steps == 0
-        if is_durable or self._step % place.memory_every_steps == 0:
+        is_due = self._step % place.durable_every_steps == 0
+        is_durable = wants_stop or (is_due and self._persister is not None and self._persister.may_begin(self._step))
+        if (is_durable or self._step % place.memory_every_steps == 0) and not self._refuses_save():
             self._save(is_durable=is_durable)
         elif not self._has_room:
             self._make_room()
         if wants_stop:
             self._leave_resumable()
+
+    def _refuses_save(self) -> bool:
+        """Is the state not worth replacing the last good one: this rank's loss is bad, or another's was lately?"""
+        assert self._place is not None and self._page is not None
+        reason = self._gate.why_refused()
+        if reason:
+            place = self._place
+            letter = SaveRefused(generation=place.generation, rank=place.rank, step=self._step, reason=reason)
+            post(place.node.outbox(place.rank), letter)
+        return bool(reason) or self._step <= self._page.saves_held_until_step
 
     def _make_room(self) -> None:
         """After the first step the size of the state is known; its memory is allocated beside the next ones."""
@@ -322,13 +419,14 @@ class Job:
         assert self._copier is not None and self._persister is not None
         began_ns = time.monotonic_ns()
         self._page.enter(Phase.CHECKPOINT, now_ns=began_ns)
+        for writer in self._log_writers:
+            writer.flush()  # what was logged up to this step must not be lost when the run goes back to it
         self._copier.wait()
         if self._wants_own_memory:
             self._leave_adopted()
         if is_durable:
-            self._persister.wait_idle()
+            self._persister.wait_idle(on_wait=self._is_saving)
         capture = self._capture()
-        sharing = replication(self._parts, world_size=self._place.world_size) if is_durable else None
         step = self._step
         stall_s = (time.monotonic_ns() - began_ns) / 1e9
         self._copier.begin(
@@ -337,7 +435,7 @@ class Job:
                 step=step,
                 generation=self._place.generation,
                 world_size=self._place.world_size,
-                on_done=lambda done: self._copied(done, step=step, stall_s=stall_s, sharing=sharing),
+                on_done=lambda done: self._copied(done, step=step, stall_s=stall_s, is_durable=is_durable),
             )
         )
         if self._is_blocking or not capture.is_overlapped:
@@ -353,10 +451,15 @@ class Job:
             data=None if self._data is None else self._data.state(),
             progress=Progress(step=self._step, num_tokens=self._num_tokens),
         )
-        return Capture(tree, fenced=fenced_storages(self._parts))
+        return Capture(tree, fenced=fenced_storages(self._parts), sharding=self._sharding)
 
-    def _copied(self, done: Done, *, step: int, stall_s: float, sharing: Replication | None) -> None:
-        """In the copying thread: the snapshot is there, or it is not. `sharing`: it is to be written durably."""
+    def _is_saving(self) -> None:
+        """The node's writer is at work, and this process is not: it does not hang."""
+        if self._page is not None:
+            self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
+
+    def _copied(self, done: Done, *, step: int, stall_s: float, is_durable: bool) -> None:
+        """In the copying thread: the snapshot is there, or it is not."""
         assert self._place is not None and self._persister is not None
         if done.is_changed:
             self._is_blocking = True
@@ -371,7 +474,7 @@ class Job:
             post(self._place.node.outbox(self._place.rank), letter)
             return
         self._tell_private_memory()
-        if sharing is not None:
+        if is_durable:
             self._submitted_step = step
             self._persister.submit(
                 PersistRequest(
@@ -379,7 +482,6 @@ class Job:
                     num_bytes=done.slot.num_bytes,
                     step=step,
                     stall_s=stall_s,
-                    replication=sharing,
                 )
             )
 
@@ -402,7 +504,7 @@ class Job:
         assert self._copier is not None
         self._copier.wait()
         if self._step == self._submitted_step:  # else there was no room for it, and nothing will be committed
-            self._persister.wait_committed(step=self._step)
+            self._persister.wait_committed(step=self._step, on_wait=self._is_saving)
         letter = Stopped(generation=self._place.generation, rank=self._place.rank, step=self._step)
         post(self._place.node.outbox(self._place.rank), letter)
         self._page.enter(Phase.STOPPED_CLEAN, now_ns=time.monotonic_ns())
@@ -414,12 +516,12 @@ class Job:
             return
         assert self._copier is not None
         self._copier.wait()
-        if self._step not in (self._submitted_step, self._loaded_step):
+        if self._step not in (self._submitted_step, self._loaded_step) and not self._refuses_save():
             self._save(is_durable=True)
         self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
         self._copier.wait()
         if self._step == self._submitted_step:
-            self._persister.wait_committed(step=self._step)
+            self._persister.wait_committed(step=self._step, on_wait=self._is_saving)
         self._page.enter(Phase.BETWEEN, now_ns=time.monotonic_ns())
 
     def _restore(self, *, then: Callable[[], None] | None = None) -> None:
@@ -435,6 +537,7 @@ class Job:
                 self._data.load(tree["data"])
             progress = put_back(tree, self._parts)
             self._step, self._num_tokens = progress.step, progress.num_tokens
+        self._gate.forget()
         reload_ns = time.monotonic_ns() - began_ns
         if adopted is not None:
             self._save_before_change(adopted)
@@ -442,9 +545,12 @@ class Job:
         # a state that was loaded from a durable checkpoint has one already; of another generation's none is known
         self._submitted_step = 0
         self._loaded_step = self._step if place.restore_source == "durable" else 0
+        self._resumed_step = self._step
+        for writer in self._log_writers:
+            writer.go_back(self._step)
         page.mark_restored(step=self._step)
         self._meet(then)
-        page.mark_can_stay(can_stay=can_stay())
+        page.mark_can_stay(can_stay=can_stay() and self._can_go_back)
         now_ns = time.monotonic_ns()
         page.enter(Phase.STARTING, now_ns=now_ns)
         self._between_since_ns = now_ns
@@ -474,18 +580,41 @@ class Job:
             case "memory" | "peer":  # a peer's copy was fetched into this node's memory before the start
                 return self._tree_from_memory(place)
             case "durable":
-                storage, root = manifest.storage_at(place.checkpoint_url)
-                tree = read_state(place=storage, directory=f"{root}/{place.restore_directory}", rank=place.rank)
-                return None, tree
+                return None, self._durable_tree(place)
+
+    def _durable_tree(self, place: WorkerPlace) -> dict[str, Any]:
+        """From a checkpoint of whatever world size. All ranks come here together, unless some stay."""
+        group = default_group()
+        is_together = self._is_fresh and not (group is not None and group.is_alone)
+        with self._durable_state(place) as saved:
+            return state_for(
+                self._parts,
+                sharding=self._sharding,
+                saved=saved,
+                is_read_once=place.is_read_once and is_together,
+            )
+
+    def _durable_state(self, place: WorkerPlace) -> DurableState:
+        storage, root = manifest.storage_at(place.checkpoint_url)
+        directory = place.restore_directory
+        storage = UnsealedPlace(storage, load_sealer(place.checkpoint_key) if place.checkpoint_key else None)
+        saved_size = place.restore_world_size or manifest.read_manifest(place.checkpoint_url, directory).world_size
+        return DurableState(storage, f"{root}/{directory}", world_size=saved_size)
 
     def _tree_from_memory(self, place: WorkerPlace) -> tuple[Slot | None, dict[str, Any]]:
         assert self._files is not None
-        slot = self._files.find(step=place.restore_step, generation=place.restore_generation)
-        is_adopted = self._is_fresh and slot.num_bytes >= _ADOPT_BYTES and not torch.cuda.is_available()
         try:
-            buffer = self._files.adopt(slot) if is_adopted else self._files.read_slot(slot)
+            files, slot = self._files, self._files.find(step=place.restore_step, generation=place.restore_generation)
         except CheckpointDamaged:
-            self._files.void(slot.index)  # so that it is not chosen again
+            # the rank's own checkpoints have moved on; a copy that the node keeps is read, never lived in
+            state = (place.restore_generation, place.restore_step)
+            files, slot = kept_for(place.rank, place.node, generation=state[0], step=state[1])
+        is_fresh = self._is_fresh and files is self._files
+        is_adopted = is_fresh and slot.num_bytes >= _ADOPT_BYTES and not torch.cuda.is_available()
+        try:
+            buffer = files.adopt(slot) if is_adopted else files.read_slot(slot)
+        except CheckpointDamaged:
+            files.void(slot.index)  # so that it is not chosen again
             raise
         return (slot if is_adopted else None), tree_in_place(buffer, self._parts, is_adopted=is_adopted)
 
@@ -517,6 +646,19 @@ class Job:
             move_out(self._parts, self._files.buffer(self._files.adopted_index))
             self._files.give_back()
 
+    def _pass_over_skipped(self, *, is_endless: bool) -> None:
+        """Leave out the batches that made the loss of the coming step bad in earlier generations."""
+        if self._place is None or self._ledger is None:
+            return
+        skips = skips_before(self._step + 1, self._place.skips)
+        samples: list[int] = []
+        for skip in skips:
+            if self._next_batch(is_endless=is_endless) is _END:
+                return
+            samples += self._ledger.samples_of(skip) or ()
+        if samples:
+            self._write_ledger(self._step + 1, tuple(samples), is_skipped=True)
+
     def _next_batch(self, *, is_endless: bool) -> Any:
         if self._data is None:
             return None
@@ -531,6 +673,103 @@ class Job:
                 ) from None
             self._data.end_epoch()
             return self._data.next_batch()
+
+    # --- for loops that belong to somebody else: `dougong.run.hooks` and the framework callbacks ---
+
+    @property
+    def resumed_step(self) -> int:
+        """The step whose state this process took up, or went back to, last; 0 = it began anew."""
+        return self._resumed_step
+
+    @property
+    def is_resuming(self) -> bool:
+        """There is a saved state to take up."""
+        return self._place is not None and self._place.restore_source != "none"
+
+    @property
+    def is_in_run(self) -> bool:
+        """This process was started by `dougong run`, so its state is saved."""
+        return self._place is not None
+
+    @property
+    def num_skips(self) -> int:
+        """Batches that the run wants left out, since they made the loss bad."""
+        return 0 if self._place is None else len(self._place.skips)
+
+    def is_at(self, phase: Phase) -> None:
+        """A sign of life from a framework that tells its phases by callbacks."""
+        if self._page is not None:
+            self._page.enter(phase, now_ns=time.monotonic_ns())
+
+    def take_in(self, **parts: Any) -> None:
+        """More parts of the state, for a framework that makes them after the job."""
+        self._parts.update(parts)
+        self._sharding = Sharding(self._parts, rank=self.rank, world_size=self.world_size)
+
+    def do_not_go_back(self) -> None:
+        """The loop cannot take a step back, so this process ends when a collective breaks."""
+        self._can_go_back = False
+
+    def saved_data(self) -> dict[str, Any] | None:
+        """What `data` saved on this rank, ahead of `restore`; None if there is nothing to take up."""
+        place = self._place
+        if place is None or place.restore_source == "none":
+            return None
+        if place.restore_source == "durable":
+            with self._durable_state(place) as saved:
+                return saved.rank_tree(self.rank % saved.world_size)["data"]["loader"]
+        assert self._files is not None
+        slot = self._files.find(step=place.restore_step, generation=place.restore_generation)
+        return read_branch(self._files.read_slot(slot), "data")["loader"]
+
+    def restore(self) -> int:
+        """Put the saved state back, if there is one; the number of steps finished so far."""
+        self._restore()
+        return self._step
+
+    def next_batch(self) -> Any:
+        """The next batch of `data`, epoch after epoch."""
+        return self._next_batch(is_endless=True)
+
+    def save_if_due(self) -> None:
+        """Between two steps: save if it is time, and leave if asked."""
+        self._between_steps()
+
+    def save_now(self, *, is_durable: bool) -> None:
+        """Save the state as it is."""
+        if self._place is not None:
+            self._save(is_durable=is_durable)
+
+    @property
+    def is_stop_due(self) -> bool:
+        """The run has asked this rank to save and leave, and the step is reached."""
+        return self._page is not None and bool(self._page.stop_at_step) and self._step >= self._page.stop_at_step
+
+    def leave_if_asked(self) -> None:
+        """After a durable save: end this process cleanly if the run is to stop."""
+        if self.is_stop_due:
+            self._leave_resumable()
+
+    def wait_durable(self) -> None:
+        """Wait until the last durable save is committed."""
+        if self._copier is not None:
+            self._copier.wait()
+        if self._persister is not None and self._submitted_step:
+            self._persister.wait_committed(step=self._submitted_step)
+
+    def finish(self) -> None:
+        """All steps are done: save the last state durably."""
+        self._finish()
+
+    def keep_log(self, writer: ContinuedWriter) -> None:
+        """Flush `writer` with every save, and tell it when the run goes back to an earlier step."""
+        self._log_writers.append(writer)
+
+
+def _until_first_collective_ns(begin_ns: int) -> int:
+    """What this rank computed alone in a step; 0 = not known: only a replaceable group tells when it is entered."""
+    group = default_group()
+    return max(0, group.first_entered_ns - begin_ns) if group is not None and group.first_entered_ns else 0
 
 
 def _fence_optimizers(copier: Copier) -> None:
@@ -563,6 +802,7 @@ class Step:
         self.loss: float | None = None
         self.tokens: int | None = None
         self.samples: tuple[int, ...] | None = None
+        self.grad_norm: float | None = None
         self.begin_ns = 0
         self.data_wait_ns = data_wait_ns
         self._job = job
@@ -574,23 +814,36 @@ class Step:
         loss: float | torch.Tensor | None = None,
         tokens: int | None = None,
         samples: Sequence[int] | None = None,
+        grad_norm: float | torch.Tensor | None = None,
     ) -> None:
-        """Tell what this rank did in this step: its loss, the tokens it trained on, the ids of its samples."""
+        """Tell what this rank did in this step: its loss, the tokens it trained on, the ids of its samples.
+
+        After a loss or a `grad_norm` that is not finite no checkpoint is taken until they are finite again.
+        """
         self.loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
         self.tokens = tokens
         self.samples = None if samples is None else tuple(int(sample) for sample in samples)
+        self.grad_norm = float(grad_norm.detach()) if isinstance(grad_norm, torch.Tensor) else grad_norm
 
-    def __enter__(self) -> Any:
+    def begin(self) -> None:
+        """What entering does, for a loop that cannot use `with`."""
         self.is_entered = True
         self.begin_ns = self._job.begin_step()
+
+    def end(self) -> None:
+        """What leaving without an error does."""
+        self.is_finished = True
+        self._job.finish_step(self)
+
+    def __enter__(self) -> Any:
+        self.begin()
         return self._batch
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> bool:
         if error is None:
-            self.is_finished = True
-            self._job.finish_step(self)
+            self.end()
             return False
         return self._job.unwind(error) if is_broken_collective(error) else False
 
@@ -606,12 +859,18 @@ class _Ledger:
     def move_to(self, generation: int) -> None:
         self._generation = generation
 
-    def write(self, step: int, samples: tuple[int, ...]) -> None:
+    def samples_of(self, skip: Skip) -> tuple[int, ...] | None:
+        """The ids that an earlier generation trained on in a step; None = they were not told."""
+        return ids_of(skip, self._path)
+
+    def write(self, step: int, samples: tuple[int, ...], *, is_skipped: bool = False) -> None:
         """Add a line. Raises OSError if the disk does not take it."""
         if self._fd is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        line = json.dumps({"step": step, "generation": self._generation, "ids": samples}, separators=(",", ":"))
+        mark = {"skipped": True} if is_skipped else {}
+        entry = {"step": step, "generation": self._generation, "ids": samples, **mark}
+        line = json.dumps(entry, separators=(",", ":"))
         os.write(self._fd, f"{line}\n".encode())
 
 

@@ -13,6 +13,8 @@ from typing import Any, cast
 import msgspec
 import torch
 
+from dougong.run.optimizer_state import is_zero, local_part
+from dougong.run.sharding import Sharding
 from dougong.run.snapshot import SnapshotFiles
 from dougong.run.state import SnapshotTable, TensorRecord, copy_in, is_array, lay_out, payload_start, write_head
 from dougong.run.tree import Leaf, dismantle
@@ -21,11 +23,16 @@ _UNKNOWN_VERSION = -1
 
 
 class Capture:
-    """A snapshot to be written. `fenced`: storages (addresses) that only the optimizer's step changes."""
+    """A snapshot to be written. `fenced`: storages (addresses) that only the optimizer's step changes.
 
-    def __init__(self, tree: Mapping[str, Any], *, fenced: frozenset[int]) -> None:
+    Of a DTensor this rank's part is taken. Without `sharding` every leaf belongs to this rank alone.
+    """
+
+    def __init__(self, tree: Mapping[str, Any], *, fenced: frozenset[int], sharding: Sharding | None = None) -> None:
         skeleton, leaves = dismantle(tree, is_leaf=is_array)
-        records, num_payload = lay_out(leaves)
+        extents = (None,) * len(leaves) if sharding is None else sharding.extents(leaves)
+        leaves = tuple(msgspec.structs.replace(leaf, value=local_part(leaf.value)) for leaf in leaves)
+        records, num_payload = lay_out(leaves, extents)
         self.head = msgspec.msgpack.encode(SnapshotTable(skeleton, records))
         self._start = payload_start(len(self.head))
         self.num_bytes = self._start + num_payload
@@ -83,16 +90,23 @@ def fenced_storages(parts: Mapping[str, Any]) -> frozenset[int]:
             continue
         for group in part.param_groups:
             found.update(_address(parameter) for parameter in group["params"])
-        for state in cast("dict[Any, dict[str, Any]]", part.state).values():
+        owner: Any = part.optim if is_zero(part) else part
+        for state in cast("dict[Any, dict[str, Any]]", owner.state).values():
             found.update(_address(value) for value in state.values() if isinstance(value, torch.Tensor))
     return frozenset(found - {0})
 
 
 def write_snapshot(
-    files: SnapshotFiles, tree: Mapping[str, Any], *, step: int, generation: int, world_size: int
+    files: SnapshotFiles,
+    tree: Mapping[str, Any],
+    *,
+    step: int,
+    generation: int,
+    world_size: int,
+    sharding: Sharding | None = None,
 ) -> tuple[int, int]:
     """Copy a state and publish it in one go; (the buffer's index, its bytes). Raises OSError if there is no memory."""
-    capture = Capture(tree, fenced=frozenset())
+    capture = Capture(tree, fenced=frozenset(), sharding=sharding)
     files.reserve(capture.num_bytes)
     index = files.next_index()
     files.void(index)

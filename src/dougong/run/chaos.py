@@ -178,7 +178,7 @@ class Injector:
     def _do(self, fault: Fault) -> tuple[str, str]:
         """Do it; the component harmed, and what was done in words."""
         match fault.kind:
-            case "kill-worker" | "hang-worker" | "raise-worker":
+            case "kill-worker" | "hang-worker" | "raise-worker" | "flip-bit":
                 return self._workers.do(fault)
             case "stop-worker":
                 component, detail, undo = self._workers.stop(fault)

@@ -16,7 +16,7 @@ from dougong.event.kinds import Placed
 from dougong.run.layout import NodeDirectory
 from dougong.run.page import ControlFault, Page
 from dougong.run.wire import RunningWorker
-from dougong.spec.chaos import Fault
+from dougong.spec.chaos import Fault, FaultKind
 
 _PERIOD_S = 0.1
 _FIND_S = 15.0
@@ -37,6 +37,13 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
     """To every process of the run, the launcher last."""
 
 
+_ASKED: dict[FaultKind, ControlFault] = {
+    "hang-worker": ControlFault.HANG,
+    "raise-worker": ControlFault.RAISE,
+    "flip-bit": ControlFault.FLIP,
+}
+
+
 class WorkerFaults:
     """Harms ranks where they run now."""
 
@@ -48,9 +55,9 @@ class WorkerFaults:
     def do(self, fault: Fault) -> tuple[str, str]:
         """Kill it, or ask it for what only it can do to itself."""
         placed, worker = self._find(fault)
-        if fault.kind in ("hang-worker", "raise-worker"):
+        if (wanted := _ASKED.get(fault.kind)) is not None:
             page = Page.open(self._reach.node_directory(placed.component).page(placed.rank))
-            page.ask_fault(ControlFault.HANG if fault.kind == "hang-worker" else ControlFault.RAISE)
+            page.ask_fault(wanted)
             page.close()
             return placed.component, f"asked process {worker.pid} itself"
         process.kill(worker.pid, signal.SIGKILL)

@@ -5,22 +5,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
 from dougong.clock import Clock
-from dougong.errors import CheckpointDamaged
-from dougong.event.kinds import AnyEvent, CheckpointDeleted, CheckpointRejected, CheckpointSaved, WarningRaised
-from dougong.run import manifest
-from dougong.run.letters import DropCheckpoint, MetadataWritten, ShardFailed, ShardWritten, WriteMetadata
+from dougong.errors import CheckpointDamaged, CheckpointLocked, DougongError, UserError
+from dougong.event.kinds import AnyEvent, CheckpointDeleted, CheckpointRejected, CheckpointSaved
+from dougong.run import manifest, retention_lock
+from dougong.run.letters import (
+    CheckpointCommitted,
+    DropCheckpoint,
+    MetadataWritten,
+    ShardFailed,
+    ShardSkipped,
+    ShardWritten,
+    WriteMetadata,
+)
+from dougong.run.sealed import load_key, load_sealer
 from dougong.run.settings import RunSettings
+from dougong.run.storage_alarm import StorageAlarm, cause_of
+from dougong.units import format_si
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What follows from a letter about a checkpoint."""
 
     events: tuple[AnyEvent, ...] = ()
-    letter: WriteMetadata | DropCheckpoint | None = None
+    letter: WriteMetadata | CheckpointCommitted | DropCheckpoint | None = None
+
+
+class _Gathered(msgspec.Struct):
+    """What is known of one step's checkpoint."""
+
+    shards: dict[int, ShardWritten] = msgspec.field(default_factory=dict[int, ShardWritten])
+    fate: Literal["open", "committing", "committed", "dropped"] = "open"
 
 
 class CheckpointDesk:
@@ -32,65 +52,112 @@ class CheckpointDesk:
         self._generation = 0
         self.last_durable_step = 0
         self._world_size = settings.world_size
-        self._shards: dict[int, dict[int, ShardWritten]] = {}
+        self._steps: dict[int, _Gathered] = {}
+        self._over_step = 0
+        self._alarm = StorageAlarm(settings.checkpoint_url)
         self._busy = asyncio.Lock()
 
     def begin_generation(self, generation: int, *, world_size: int) -> None:
         """Shards of an earlier generation can no longer be completed."""
         self._generation = generation
         self._world_size = world_size
-        self._shards.clear()
+        self._steps.clear()
+        self._over_step = 0
 
-    async def take(self, letter: ShardWritten | ShardFailed | MetadataWritten) -> Outcome:
-        """A letter in, what follows out. Raises OSError and CheckpointDamaged if the storage fails."""
-        match letter:
-            case ShardFailed():
-                self._shards.pop(letter.step, None)
-                text = f"checkpoint of step {letter.step} was not written by rank {letter.rank}: {letter.reason}"
-                drop = DropCheckpoint(generation=letter.generation, rank=0, step=letter.step)
-                async with self._busy:
-                    await asyncio.to_thread(self._sweep, letter)
-                return Outcome(events=(WarningRaised(component="checkpoints", text=text),), letter=drop)
-            case ShardWritten():
-                return self._take_shard(letter)
-            case MetadataWritten():
-                async with self._busy:
-                    return await asyncio.to_thread(self._commit, letter)
+    async def take(self, letter: ShardWritten | ShardFailed | ShardSkipped | MetadataWritten) -> Outcome:
+        """A letter in, what follows out. What the storage does not take becomes an event."""
+        async with self._busy:
+            if letter.generation != self._generation:
+                self._generation = letter.generation
+                self._steps.clear()
+                self._over_step = await asyncio.to_thread(self._newest_committed, letter.generation)
+            if letter.step <= self._over_step:
+                return Outcome()  # an agent tells again what a controller that died may not have heard
+            gathered = self._steps.setdefault(letter.step, _Gathered())
+            if gathered.fate == "dropped":
+                # somebody wrote on before the word of it came
+                await asyncio.to_thread(self._clear, letter)
+                return Outcome()
+            if gathered.fate != "open":
+                return Outcome()  # told again
+            match letter:
+                case ShardWritten():
+                    return self._take_shard(letter, gathered)
+                case MetadataWritten():
+                    return await self._take_metadata(letter, gathered)
+                case ShardFailed():
+                    reason = f"rank {letter.rank}: {letter.reason}"
+                    events = self._alarm.failed(letter.step, cause=letter.cause, reason=reason)
+                case ShardSkipped():
+                    events = self._alarm.skipped(letter.step, reason=_why_skipped(letter))
+            return await self._drop(letter, gathered, events)
 
     async def finish(self) -> None:
         """Until the commit in hand is done."""
         async with self._busy:
             return
 
-    def _take_shard(self, letter: ShardWritten) -> Outcome:
-        shards = self._shards.setdefault(letter.step, {})
-        shards[letter.rank] = letter
-        if len(shards) < self._world_size:
+    async def retire(self) -> tuple[AnyEvent, ...]:
+        """Delete what is beyond retention. Raises OSError and CheckpointDamaged if the storage fails."""
+        async with self._busy:
+            return await asyncio.to_thread(self._retire)
+
+    def _newest_committed(self, generation: int) -> int:
+        """Up to here an earlier controller of this generation has committed, or given up; 0 = nothing."""
+        try:
+            listed = manifest.list_stored(self._settings.checkpoint_url)
+        except OSError:
+            return 0
+        return max((item.step for item in listed if item.generation == generation and item.is_committed), default=0)
+
+    def _take_shard(self, letter: ShardWritten, gathered: _Gathered) -> Outcome:
+        gathered.shards[letter.rank] = letter
+        if len(gathered.shards) < self._world_size:
             return Outcome()
-        items = tuple(item for shard in shards.values() for item in shard.items)
+        items = tuple(item for shard in gathered.shards.values() for item in shard.items)
         return Outcome(
             letter=WriteMetadata(
                 generation=letter.generation, rank=0, step=letter.step, directory=letter.directory, items=items
             )
         )
 
-    def _commit(self, letter: MetadataWritten) -> Outcome:
-        shards = self._shards.pop(letter.step, None)
-        if shards is None:
+    async def _take_metadata(self, letter: MetadataWritten, gathered: _Gathered) -> Outcome:
+        if len(gathered.shards) < self._world_size:
             return Outcome()
+        gathered.fate = "committing"
+        try:
+            saved = await asyncio.to_thread(self._commit, letter, gathered.shards)
+        except (OSError, DougongError) as error:
+            reason = f"it could not be committed: {error}"
+            events = self._alarm.failed(letter.step, cause=cause_of(error), reason=reason)
+            return await self._drop(letter, gathered, events)
+        gathered.fate = "committed"
+        gathered.shards = {}
+        self.last_durable_step = letter.step
+        committed = CheckpointCommitted(generation=letter.generation, rank=0, step=letter.step)
+        return Outcome(events=(saved, *self._alarm.committed(letter.step)), letter=committed)
+
+    def _commit(self, letter: MetadataWritten, shards: dict[int, ShardWritten]) -> CheckpointSaved:
+        settings = self._settings
         files = tuple(file for _, shard in sorted(shards.items()) for file in shard.files)
         record = manifest.Manifest(
             format_version=manifest.FORMAT_VERSION,
-            run_id=self._settings.run_id,
+            run_id=settings.run_id,
             step=letter.step,
             generation=letter.generation,
             world_size=len(shards),
             time_ns=self._clock.wall_ns(),
             files=(*files, letter.file),
+            sealed_by=load_sealer(settings.checkpoint_key).fingerprint if settings.checkpoint_key else "",
         )
-        manifest.commit(self._settings.checkpoint_url, record)
-        self.last_durable_step = letter.step
-        saved = CheckpointSaved(
+        manifest.commit(
+            settings.checkpoint_url,
+            record,
+            lock_s=settings.save.lock_s,
+            lock_key=_lock_key(settings),
+            since=retention_lock.now(self._clock),
+        )
+        return CheckpointSaved(
             step=letter.step,
             generation=letter.generation,
             tier="durable",
@@ -99,35 +166,61 @@ class CheckpointDesk:
             write_s=max(shard.write_s for shard in shards.values()),
             path=manifest.directory_name(letter.step, generation=letter.generation),
         )
-        return Outcome(events=(saved, *self._retire()))
 
-    def _sweep(self, failed: ShardFailed) -> None:
-        """Remove what can never be committed: on a full disk it would take the room that the next one needs.
+    async def _drop(
+        self,
+        letter: ShardWritten | ShardFailed | ShardSkipped | MetadataWritten,
+        gathered: _Gathered,
+        events: tuple[AnyEvent, ...],
+    ) -> Outcome:
+        """The checkpoint will never exist: its files go at once, since they may be what fills the disk."""
+        gathered.fate = "dropped"
+        gathered.shards = {}
+        await asyncio.to_thread(self._clear, letter)
+        drop = DropCheckpoint(generation=letter.generation, rank=0, step=letter.step)
+        return Outcome(events=events, letter=drop)
 
-        A rank that still writes there fails too, and is swept after.
-        """
+    def _clear(self, letter: ShardWritten | ShardFailed | ShardSkipped | MetadataWritten) -> None:
+        """A rank that is still writing finds its file gone, and gives up; retention takes what is left."""
         url = self._settings.checkpoint_url
-        with contextlib.suppress(OSError):
-            for stored in manifest.list_stored(url):
-                if not stored.is_committed and (stored.generation, stored.step) <= (failed.generation, failed.step):
-                    manifest.delete(url, stored.directory)
+        directory = manifest.directory_name(letter.step, generation=letter.generation)
+        with contextlib.suppress(OSError, DougongError):
+            manifest.delete(url, directory, moment=retention_lock.now(self._clock))
 
     def _retire(self) -> tuple[AnyEvent, ...]:
         url, keep = self._settings.checkpoint_url, self._settings.save.keep_durable
         events: list[AnyEvent] = []
+        moment, key = retention_lock.now(self._clock), _lock_key(self._settings)
         for stored in manifest.beyond_retention(manifest.list_stored(url), keep=keep):
-            manifest.delete(url, stored.directory)
+            try:
+                manifest.delete(url, stored.directory, moment=moment, key=key)
+            except CheckpointLocked:
+                continue
             reason = _why_retired(stored, keep)
             events.append(CheckpointDeleted(step=stored.step, path=stored.directory, reason=reason))
         return tuple(events)
 
 
-def newest_good(url: str) -> tuple[tuple[int, str] | None, tuple[CheckpointRejected, ...]]:
-    """The newest durable checkpoint whose every byte is right, and those that were passed over, with the reason."""
+def newest_good(
+    url: str, *, checkpoint_key: str = "", trusts: Callable[[int, int], bool] = lambda generation, step: True
+) -> tuple[tuple[int, str] | None, tuple[CheckpointRejected, ...]]:
+    """The newest durable checkpoint whose every byte is right, and those that were passed over, with the reason.
+
+    With the file of its key, an encrypted one is also known to be by somebody who has that key. `trusts` says of a
+    generation and step whether the state was sound, whatever its bytes.
+    """
     rejected: list[CheckpointRejected] = []
+    sealer = None
+    if checkpoint_key:
+        with contextlib.suppress(UserError):  # the ranks will say it: they cannot read without it
+            sealer = load_sealer(checkpoint_key)
     for stored in manifest.list_stored(url):
+        if not trusts(stored.generation, stored.step):
+            reason = "saved after a bad loss, or since the ranks' states were last found equal"
+            rejected.append(CheckpointRejected(step=stored.step, tier="durable", path=stored.directory, reason=reason))
+            continue
         try:
-            manifest.verify(url, stored.directory)
+            manifest.verify(url, stored.directory, sealer=sealer)
         except (CheckpointDamaged, OSError) as error:
             reason = error.reason if isinstance(error, CheckpointDamaged) else str(error)
             if isinstance(error, CheckpointDamaged) and stored.is_committed and not stored.is_rejected:
@@ -138,10 +231,12 @@ def newest_good(url: str) -> tuple[tuple[int, str] | None, tuple[CheckpointRejec
     return None, tuple(rejected)
 
 
-def newest_committed(url: str) -> tuple[int, str] | None:
+def newest_committed(
+    url: str, *, trusts: Callable[[int, int], bool] = lambda generation, step: True
+) -> tuple[int, str] | None:
     """The newest durable checkpoint that counts as good, its bytes unread."""
     for stored in manifest.list_stored(url):
-        if stored.is_committed and not stored.is_rejected:
+        if stored.is_committed and not stored.is_rejected and trusts(stored.generation, stored.step):
             return stored.step, stored.directory
     return None
 
@@ -156,3 +251,12 @@ def _why_retired(stored: manifest.Stored, keep: int) -> str:
     if stored.is_rejected:
         return "it was found damaged, and newer good ones exist"
     return f"the newest {keep} are kept" if stored.is_committed else "never committed, left by a crash"
+
+
+def _why_skipped(letter: ShardSkipped) -> str:
+    rate = f", at {format_si(letter.write_bytes_per_s, 'B/s')} on its node" if letter.write_bytes_per_s else ""
+    return f"rank {letter.rank}: the checkpoint of step {letter.busy_step} was not finished when this one was due{rate}"
+
+
+def _lock_key(settings: RunSettings) -> bytes | None:
+    return load_key(settings.lock_key, option="--lock-key") if settings.lock_key else None

@@ -24,6 +24,9 @@ from dougong.run import decide as rules
 from dougong.run import letters, wire
 from dougong.run.announcements import Announcements
 from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_committed, newest_good
+from dougong.run.copy_rounds import CopiedJob, CopyRounds
+from dougong.run.evidence import Bundle, flights_of, write_bundle
+from dougong.run.fitness import Fitness, untested_at_start
 from dougong.run.hang import Finding, find_hang
 from dougong.run.history import JobHistory
 from dougong.run.layout import RunDirectory, write_atomically
@@ -34,8 +37,10 @@ from dougong.run.page import Phase, StepRecord
 from dougong.run.progress import JobProgress
 from dougong.run.reception import Reception
 from dougong.run.repairs import Repairs
+from dougong.run.restore_choice import must_travel
 from dougong.run.settings import RunSettings
 from dougong.run.stacks import name_culprit
+from dougong.run.vigil import News, Vigil
 from dougong.run.webhook import send_webhook
 from dougong.telemetry.samples import SampleSink
 
@@ -48,7 +53,7 @@ _LAUNCH_S = 120.0
 _DISMISS_S = 8.0
 _STORE_RETRY_S = 1.0
 
-Status = Literal["gathering", "running", "tearing-down", "backing-off", "ended"]
+Status = Literal["gathering", "preflight", "running", "tearing-down", "backing-off", "ended"]
 
 
 class Controller:
@@ -105,7 +110,7 @@ class Controller:
         self._pending: rules.Place | None = None
         self._stop_since_s: float | None = None
         self._is_stop_sent = False
-        self._stacks: dict[int, str] = {}
+        self._evidence: dict[int, wire.RankEvidence] = {}
         self._stacks_from: set[str] = set()
         self._last_stall_s = 0.0
         self._wake = asyncio.Event()
@@ -129,6 +134,15 @@ class Controller:
             on_gone=self._disconnected,
         )
         self._desk = CheckpointDesk(settings, clock=clock)
+        self._copies = CopyRounds(settings, self._nodes)
+        self._fitness = Fitness(
+            untested=untested_at_start(settings, history, is_resume=is_resume),
+            quarantined=() if is_resume else history.quarantined_nodes,
+        )
+        self._before_preflight: Status = "gathering"
+        self._vigil = Vigil(settings, history, ledger=run.ledger)
+        self._vigil.begin_generation(self._placement)
+        self._give_up = ""
 
     async def run(self) -> str:
         """Serve agents and decide until the job ends."""
@@ -177,7 +191,7 @@ class Controller:
         is_restart = self._history.is_started and not self._is_asked_to_resume
         self._record(kinds.ControllerStarted(pid=os.getpid(), is_restart=is_restart))
         if self._is_asked_to_resume:
-            for component in sorted(self._history.lost_nodes):
+            for component in sorted(self._history.lost_nodes | self._history.quarantined_nodes):
                 self._record(kinds.NodeRepaired(component=component))
         if not self._history.is_started or self._is_asked_to_resume:
             self._record(kinds.JobStarted(job=settings.run_id, is_resume=self._is_resume))
@@ -195,6 +209,7 @@ class Controller:
     async def _step(self) -> None:
         self._write_ranges(is_forced=False)
         self._note_memory_checkpoints()
+        self._record_all(self._copies.look(self._copied_job(), now_s=self._now_s()))
         self._see_to_stop()
         for component in self._reception.drop_silent():
             # at once: a new one is not started where the old one still seems to run
@@ -205,9 +220,21 @@ class Controller:
         self._note_late_launch()
         self._see_to_lingering()
         finding = self._find_hang()
-        decision = rules.decide(self._view(finding), self._settings.policy)
+        view = self._view(finding)
+        self._see_to_preflight(view)
+        self._keep_vigil()
+        decision = rules.decide(view, self._settings.policy)
         await self._apply(decision)
         self._commit()
+
+    def _copied_job(self) -> CopiedJob:
+        return CopiedJob(
+            generation=self._generation,
+            placement=self._placement,
+            is_running=self._status == "running" and not self._losses,
+            is_attached=self._is_attached,
+            step_s=self._progress.learnt().p99_s or 1.0,
+        )
 
     async def _apply(self, decision: rules.Decision) -> None:
         match decision:
@@ -217,12 +244,16 @@ class Controller:
                 await self._restart_agent(decision.component)
             case rules.LoseNode():
                 self._lose_node(decision.component, decision.reason)
+            case rules.Quarantine():
+                self._record_all(self._fitness.quarantine(decision.component, decision.reason))
             case rules.Interrupt():
                 await self._interrupt(decision)
             case rules.EndStaying():
                 self._end_staying(decision.reason)
             case rules.Place():
                 await self._place(decision)
+            case rules.ProbeNodes():
+                self._begin_preflight(decision.components)
             case rules.Grow():
                 self._is_growing = True
                 self._ask_ranks_to_leave()
@@ -257,6 +288,7 @@ class Controller:
                     now_s=now_s,
                     was_known=self._history.is_started,
                     is_ready=not self._is_resume or self._status != "gathering" or node.component in self._killed,
+                    is_quarantined=node.component in self._fitness.quarantined,
                 )
                 for node in self._nodes.values()
             ),
@@ -286,6 +318,8 @@ class Controller:
             is_stop_wanted=self._stop_since_s is not None,
             is_stop_complete=self._stop_since_s is not None
             and len(self._stopped | self._finished) == len(self._placement) > 0,
+            give_up=self._give_up,
+            untested=self._fitness.untested,
         )
 
     def _living_ranks(self) -> list[wire.RankStatus]:
@@ -380,7 +414,29 @@ class Controller:
     def _disconnected(self, node: NodeSession, reason: str) -> None:
         if not self._is_leaving and not node.is_lost:
             self._record(kinds.AgentLost(component=node.component, reason=reason))
+        self._fitness.lose(node.component)
         self._wake.set()
+
+    # --- pre-flight ---
+
+    def _begin_preflight(self, components: tuple[str, ...]) -> None:
+        self._before_preflight = self._status
+        self._become("preflight")
+        addresses = {component: self._nodes[component].address for component in components}
+        for component, order in self._fitness.begin(addresses, now_s=self._now_s()):
+            self._nodes[component].send(order)
+
+    def _see_to_preflight(self, view: rules.JobView) -> None:
+        if self._status != "preflight":
+            return
+        news = self._fitness.proceed(
+            now_s=self._now_s(), usable=rules.usable_nodes(view), num_needed=len(self._settings.nodes)
+        )
+        self._record_all(news.events)
+        for component, order in news.orders:
+            self._nodes[component].send(order)
+        if news.is_over:
+            self._become(self._before_preflight)
 
     # --- what agents say ---
 
@@ -407,23 +463,27 @@ class Controller:
                     self._launched.add(node.component)
             case wire.LaunchFailed():
                 if message.generation == self._generation:
-                    rank = next(p.rank for p in self._placement if p.component == node.component)
-                    detail = f"its node could not start it: {message.reason}"
-                    self._add_loss(rules.Loss(rank=rank, component=node.component, cause_class="host", detail=detail))
+                    self._hear_launch_failed(node, message)
+            case wire.CopiesHeld():
+                self._record_all(self._copies.hear(node, message))
             case wire.Killed():
                 node.is_cleared = node.is_cleared or not message.undead
                 if message.generation >= self._generation:
                     node.verified = message.snapshots
+                    node.copies = message.copies
                     node.free_port = message.free_port
+                    node.note_undead(message)
                     if not message.undead:
                         self._killed.add(node.component)
                     if self._is_stop_sent and self._status == "running":
                         self._stopped.update(p.rank for p in self._placement if p.component == node.component)
+            case wire.Preflighted():
+                self._fitness.hear(node.component, message)
             case wire.LinksProbed():
                 self._links.hear(node.component, message)
             case wire.StacksTaken():
                 if message.generation == self._generation:
-                    self._stacks.update(message.stacks)
+                    self._evidence.update({one.rank: one for one in message.ranks})
                     self._stacks_from.add(node.component)
         self._wake.set()
 
@@ -433,6 +493,7 @@ class Controller:
         before = self._progress.last_step
         before_max = self._progress.max_step
         fresh = self._progress.add(message.rank, message.records)
+        self._follow(self._vigil.add_steps(message.rank, fresh, generation=self._generation))
         with contextlib.suppress(OSError):  # what a full disk does not take now is kept for the next flush
             self._sample(message.rank, fresh)
         self._last_stall_s = max(
@@ -476,7 +537,15 @@ class Controller:
                 self._stopped.add(letter.rank)
             case letters.WarningGiven():
                 self._record(kinds.WarningRaised(component=node.component, text=f"rank {letter.rank}: {letter.text}"))
-            case letters.ShardWritten() | letters.ShardFailed() | letters.MetadataWritten():
+            case letters.OrderPut():
+                return  # for the agent alone
+            case letters.LossFoundBad() | letters.SaveRefused() | letters.Fingerprinted():
+                saved_step = max(self._announcements.last_memory_step, self._desk.last_durable_step)
+                spares = self._free_spares()
+                self._follow(self._vigil.hear(letter, saved_step=saved_step, spares=spares, now_s=self._now_s()))
+            case letters.Probed():
+                return  # its agent gathers these itself
+            case letters.ShardWritten() | letters.ShardFailed() | letters.ShardSkipped() | letters.MetadataWritten():
                 self._spawn(self._see_to_checkpoint(letter))
 
     def _hear_end(self, node: NodeSession, message: wire.WorkerEnded) -> None:
@@ -497,6 +566,17 @@ class Controller:
             return
         self._add_loss(loss_of_end(message, node.component))
 
+    def _hear_launch_failed(self, node: NodeSession, message: wire.LaunchFailed) -> None:
+        rank = next(p.rank for p in self._placement if p.component == node.component)
+        detail = f"its node could not start it: {message.reason}"
+        if (origin := message.bad_origin) is not None:
+            rank = origin.rank
+            self._record(self._copies.refuse(origin, self._restore, reason=message.reason))
+        loss = rules.Loss(
+            rank=rank, component=node.component, cause_class="host", detail=detail, is_failure=origin is None
+        )
+        self._add_loss(loss)
+
     def _is_over(self, rank: int) -> bool:
         return rank in self._finished | self._said_done | self._stopped
 
@@ -507,6 +587,41 @@ class Controller:
             self._loss_since_s = self._now_s()
         self._losses.append(loss)
         self._wake.set()
+
+    # --- losses, stragglers, silent corruption ---
+
+    def _keep_vigil(self) -> None:
+        if self._status == "running":
+            self._follow(
+                self._vigil.look(
+                    last_step=self._progress.last_step,
+                    durable_step=self._desk.last_durable_step,
+                    spares=self._free_spares(),
+                    now_s=self._now_s(),
+                )
+            )
+
+    def _follow(self, news: News) -> None:
+        self._record_all(news.events)
+        if news.hold_saves_until:
+            self._broadcast(wire.HoldSaves(until_step=news.hold_saves_until))
+        for component, reason in news.cordoned:
+            self._record_all(self._fitness.quarantine(component, reason))
+        self._fitness.doubt(news.doubted)
+        self._give_up = self._give_up or news.give_up
+        for loss in news.losses:
+            self._add_loss(loss)
+
+    def _free_spares(self) -> tuple[str, ...]:
+        """Nodes that could take over at once."""
+        in_use = {placed.component for placed in self._placement}
+        return tuple(
+            node.component
+            for node in self._nodes.values()
+            if node.connection is not None
+            and not node.is_lost
+            and node.component not in in_use | self._fitness.quarantined
+        )
 
     # --- steps and checkpoints ---
 
@@ -530,25 +645,26 @@ class Controller:
         self._record_all(ranges)
 
     async def _see_to_checkpoint(
-        self, letter: letters.ShardWritten | letters.ShardFailed | letters.MetadataWritten
+        self, letter: letters.ShardWritten | letters.ShardFailed | letters.ShardSkipped | letters.MetadataWritten
     ) -> None:
         generation = self._generation
-        try:
-            outcome = await self._desk.take(letter)
-        except (OSError, DougongError) as error:
-            self._record(kinds.WarningRaised(component="checkpoints", text=f"step {letter.step}: {error}"))
-            return
+        outcome = await self._desk.take(letter)
         self._record_all(outcome.events)
         if self._generation == generation:
             self._deliver(outcome)
         self._wake.set()
+        if isinstance(outcome.letter, letters.CheckpointCommitted):
+            try:
+                self._record_all(await self._desk.retire())
+            except (OSError, DougongError) as error:
+                self._record(kinds.WarningRaised(component="checkpoints", text=f"old ones cannot be deleted: {error}"))
 
     def _deliver(self, outcome: Outcome) -> None:
-        """The metadata is rank 0's to write; that a checkpoint is dropped is for all that wait for it."""
+        """The metadata is rank 0's to write; what becomes of a checkpoint is for all that wait for it."""
         match outcome.letter:
             case letters.WriteMetadata():
                 self._send_to_rank(0, wire.Deliver(rank=0, letter=outcome.letter))
-            case letters.DropCheckpoint():
+            case letters.CheckpointCommitted() | letters.DropCheckpoint():
                 for placed in self._placement:
                     self._send_to_rank(placed.rank, wire.Deliver(rank=placed.rank, letter=outcome.letter))
             case None:
@@ -598,7 +714,7 @@ class Controller:
         return find_hang(statuses, learnt=self._progress.learnt(), rule=self._settings.hang)
 
     async def _gather_stacks(self) -> None:
-        self._stacks.clear()
+        self._evidence.clear()
         self._stacks_from.clear()
         asked = {placed.component for placed in self._placement if self._nodes[placed.component].connection is not None}
         for component in asked:
@@ -609,11 +725,9 @@ class Controller:
 
     def _write_evidence(self, finding_reason: str, verdict: str) -> str:
         directory = self._run.evidence / f"generation-{self._generation:03d}"
-        lines = [finding_reason, verdict, ""]
-        for rank, text in sorted(self._stacks.items()):
-            lines += [f"=== rank {rank}", text]
+        ranks = tuple(one for _, one in sorted(self._evidence.items()))
         try:
-            write_atomically(directory / "stacks.txt", "\n".join(lines).encode())
+            write_bundle(directory, Bundle(reason=finding_reason, verdict=verdict, ranks=ranks))
         except OSError as error:
             return f"could not be written: {error}"
         return str(directory.relative_to(self._run.root))
@@ -628,7 +742,9 @@ class Controller:
             onset_ns = onset_of_silence_ns(ranks_of(self._nodes.values()), now_ns=self._clock.wall_ns())
             await self._gather_stacks()
             if loss.cause_class == "hang":
-                rank, verdict = name_culprit(self._stacks, suspect=loss.rank)
+                stacks = {one.rank: one.stack for one in self._evidence.values()}
+                flights = flights_of(tuple(self._evidence.values()))
+                rank, verdict = name_culprit(stacks, suspect=loss.rank, flights=flights)
                 component = next(placed.component for placed in self._placement if placed.rank == rank)
                 detail = f"{detail}; {verdict}"
             evidence = self._write_evidence(decision.reason, detail)
@@ -647,7 +763,7 @@ class Controller:
             evidence=evidence,
         )
         self._record(event)
-        self._num_fruitless += 1
+        self._num_fruitless += loss.is_failure
         if loss.cause_class in ("hang", "network") or self._links.cut:
             self._links.ask(now_s=self._now_s())
         self._staying = set(decision.staying) - {rank}
@@ -681,9 +797,12 @@ class Controller:
     async def _place(self, decision: rules.Place) -> None:
         """Choose the state to go on from, say so, and start the ranks, now or after the back-off."""
         if self._pending is None or self._status != "backing-off":
-            self._restore = await self._choose_restore(decision.placement)
+            self._restore = self._vigil.completed(await self._choose_restore(decision.placement))
             if decision.staying and self._restore.source == "none":
                 self._end_staying("there is no state to go back to")
+                return
+            if travelling := must_travel(self._restore, decision.placement, ranks=decision.staying):
+                self._end_staying(f"the state of rank(s) {', '.join(map(str, travelling))} lies on other nodes")
                 return
             self._pending = decision
             if self._generation > 0:
@@ -706,21 +825,36 @@ class Controller:
     async def _choose_restore(self, placement: tuple[kinds.Placed, ...]) -> wire.Restore:
         if self._generation == 0:
             return wire.Restore(source="none", reason="the first start")
+        self._follow(self._vigil.before_start())
         snapshots = [
             snapshot
             for placed in placement
             for snapshot in self._nodes[placed.component].verified
-            if snapshot.rank == placed.rank
+            if snapshot.rank == placed.rank and self._vigil.trusts(snapshot.generation, snapshot.step)
         ]
-        choose = partial(rules.choose_restore, snapshots, world_size=len(placement), is_attached=self._is_attached)
+        choose = partial(
+            rules.choose_restore,
+            snapshots,
+            world_size=len(placement),
+            is_attached=self._is_attached,
+            copies=self._copies.copies(trusts=self._vigil.trusts),
+            homes={placed.rank: placed.component for placed in placement},
+            refused=self._copies.refused,
+        )
         listed = None
         if self._is_attached:
-            listed = await asyncio.to_thread(newest_committed, self._settings.checkpoint_url)
+            trusts = self._vigil.trusts
+            listed = await asyncio.to_thread(newest_committed, self._settings.checkpoint_url, trusts=trusts)
         choice = choose(durable=listed)
         if choice.source != "durable":
             return choice
         # only one that is about to be used is read through: that takes as long as its bytes
-        durable, rejected = await asyncio.to_thread(newest_good, self._settings.checkpoint_url)
+        durable, rejected = await asyncio.to_thread(
+            newest_good,
+            self._settings.checkpoint_url,
+            checkpoint_key=self._settings.checkpoint_key,
+            trusts=self._vigil.trusts,
+        )
         self._record_all(rejected)
         return choose(durable=durable)
 
@@ -748,6 +882,8 @@ class Controller:
         self._said_done.clear()
         self._stopped.clear()
         self._launched.clear()
+        self._give_up = ""
+        self._vigil.begin_generation(decision.placement)
         self._is_resumed = self._generation == 1
         self._has_stepped = False
         self._announcements.begin_generation(world_size=len(decision.placement), reason=decision.reason)

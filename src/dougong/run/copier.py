@@ -114,6 +114,7 @@ class Copier:
     def _copy(self, job: CopyJob) -> Done:
         files, capture = self._files, job.capture
         files.reserve(capture.num_bytes)
+        files.touch()
         index = files.next_index()
         files.void(index)
         capture.write(files.buffer(index))

@@ -1,4 +1,4 @@
-"""Which nodes can work together when some do not reach each other."""
+"""Which nodes can work together when some links between them are cut."""
 
 from __future__ import annotations
 

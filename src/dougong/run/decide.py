@@ -14,8 +14,8 @@ import msgspec
 from dougong.event.kinds import CauseClass, Placed
 from dougong.run.cut_links import reach_each_other
 from dougong.run.hang import Finding, FindingKind
+from dougong.run.restore_choice import choose_restore as choose_restore
 from dougong.run.settings import Policy
-from dougong.run.wire import Restore, SnapshotStatus
 
 Rung = Literal["first", "in-process", "standby", "cold", "replaced-node", "resized"]
 
@@ -30,6 +30,10 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing of an earlier start runs on it any more."""
     was_connected: bool = True
     silent_s: float = 0.0
+    is_quarantined: bool = False
+    """It may answer, but is given no work."""
+    undead: str = ""
+    """Workers that SIGKILL does not end, in words."""
     is_agent_asked: bool = False
     """A new agent was asked for and its backend did not refuse."""
     is_expected: bool = False
@@ -46,12 +50,14 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
     order: tuple[int, int] = (0, 0)
     onset_ns: int | None = None
     traceback: str = ""
+    is_failure: bool = True
+    """Does it count among the failures without a new step? Not if only another source is to be chosen."""
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """All that a decision may depend on."""
 
-    status: Literal["gathering", "running", "tearing-down", "backing-off", "ended"]
+    status: Literal["gathering", "preflight", "running", "tearing-down", "backing-off", "ended"]
     generation: int
     procs_per_node: int
     num_nodes: int
@@ -90,6 +96,10 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks were asked to save and leave, so that a larger world can start."""
     has_left: bool = False
     """They have."""
+    give_up: str = ""
+    """A policy wants the job to be given up after this loss; why."""
+    untested: tuple[str, ...] = ()
+    """Nodes that must pass a test before they are given work."""
     is_probing: bool = False
     """The nodes are trying whether they reach each other."""
     cut_links: tuple[tuple[str, str], ...] = ()
@@ -111,6 +121,13 @@ class RestartAgent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LoseNode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    component: str
+    reason: str
+
+
+class Quarantine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The node answers, but must be given no more work."""
+
     component: str
     reason: str
 
@@ -154,6 +171,13 @@ class Regroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class ProbeNodes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Pre-flight on these nodes, before any of them is given work."""
+
+    components: tuple[str, ...]
+    reason: str
+
+
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
@@ -166,9 +190,26 @@ class GiveUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Decision = Wait | RestartAgent | LoseNode | Interrupt | EndStaying | Place | Grow | Regroup | Finish | Stop | GiveUp
+Decision = (
+    Wait
+    | RestartAgent
+    | LoseNode
+    | Quarantine
+    | Interrupt
+    | EndStaying
+    | Place
+    | ProbeNodes
+    | Grow
+    | Regroup
+    | Finish
+    | Stop
+    | GiveUp
+)
 
 _SETTLE_S = 0.25
+_NODE_IS_TO_BLAME: tuple[CauseClass, ...] = ("silent-corruption", "straggler")  # it is tested, or makes room
+_DISK_WAIT = ": D is a wait in the kernel, for a device or a file system, that nothing can interrupt"
+_ANSWER_S = 2.0  # an agent that has waited for its workers in vain says so; that takes a moment
 _CAUSE_CLASS: dict[FindingKind, CauseClass] = {"stopped": "stopped", "hang": "hang", "unwound": "network"}
 
 
@@ -184,6 +225,10 @@ def decide(view: JobView, policy: Policy) -> Decision:
             return _while_tearing_down(view, policy)
         case "gathering":
             return _while_gathering(view, policy)
+        case "preflight":
+            if view.is_stop_wanted:
+                return Stop(reason="stop was asked for during the pre-flight")
+            return Wait(reason="pre-flight")
         case "backing-off":
             if view.is_stop_wanted:
                 return Stop(reason="stop was asked for while waiting to restart")
@@ -206,7 +251,7 @@ def choose_placement(view: JobView, *, num_nodes: int | None = None) -> tuple[Pl
     are counted anew, over the nodes that are left and then those that come.
     """
     count = view.num_nodes if num_nodes is None else num_nodes
-    usable = _usable(view)
+    usable = usable_nodes(view)
     current: dict[int, str] = {placed.rank // view.procs_per_node: placed.component for placed in view.placement}
     if len(current) != count:
         left = [component for _, component in sorted(current.items()) if component in usable]
@@ -228,48 +273,32 @@ def choose_placement(view: JobView, *, num_nodes: int | None = None) -> tuple[Pl
     )
 
 
+def usable_nodes(view: JobView) -> list[str]:
+    """The nodes that can be given work together now, in order of preference; of two cut off, the one in use stays."""
+    there = [
+        node.component
+        for node in view.nodes
+        if node.is_connected and node.is_ready and not node.is_lost and not node.is_quarantined
+    ]
+    if not view.cut_links:
+        return there
+    in_use = sorted(view.placement, key=lambda placed: placed.rank not in view.staying)
+    preferred = dict.fromkeys(placed.component for placed in in_use if placed.component in there)
+    preferred |= dict.fromkeys(there)
+    together = reach_each_other(tuple(preferred), cut=view.cut_links)
+    return [component for component in there if component in together]
+
+
 def choose_size(view: JobView, policy: Policy) -> int:
     """With how many nodes to go on: all that are wanted, or, if some cannot be had, as many as there are.
 
     Less than `min_nodes` is not enough, and the number wanted is returned: there is nothing to do but wait.
     """
-    usable = len(_usable(view))
+    usable = len(usable_nodes(view))
     if usable >= view.num_nodes or not 0 < view.min_nodes <= usable:
         return view.num_nodes
-    may_come = any(not node.is_lost and not node.is_connected for node in view.nodes)
+    may_come = not all(_is_settled(node) for node in view.nodes)
     return view.num_nodes if may_come and view.gathering_s <= policy.shrink_wait_s else usable
-
-
-def choose_restore(
-    snapshots: Sequence[SnapshotStatus], *, durable: tuple[int, str] | None, world_size: int, is_attached: bool
-) -> Restore:
-    """From where to go on: the newest step that every rank can have, with the reason.
-
-    `snapshots` are the memory checkpoints on the nodes that will run, verified by the ranks that read them; `durable`
-    is the newest one's step and directory. A script that is not attached is never restored behind its back: it starts
-    again and loads its own.
-    """
-    if not is_attached:
-        return Restore(source="none", reason="the script is not attached: it resumes from its own checkpoint")
-    holders: dict[tuple[int, int], set[int]] = {}
-    for snapshot in snapshots:
-        if snapshot.world_size == world_size:
-            holders.setdefault((snapshot.generation, snapshot.step), set()).add(snapshot.rank)
-    # ranks must not mix generations: after a roll-back the same step may hold another state
-    complete = [key for key, ranks in holders.items() if len(ranks) == world_size]
-    memory_generation, memory_step = max(complete, default=(0, 0))
-    durable_step = durable[0] if durable is not None else 0
-    if memory_step > 0 and memory_step >= durable_step:
-        return Restore(
-            source="memory",
-            step=memory_step,
-            generation=memory_generation,
-            reason=f"step {memory_step} is in the memory of every rank's node",
-        )
-    partial = _why_not_memory(holders, world_size=world_size)
-    if durable is not None:
-        return Restore(source="durable", step=durable_step, directory=durable[1], reason=f"{partial}; newest durable")
-    return Restore(source="none", reason=f"{partial}; no durable checkpoint: from the beginning")
 
 
 def _about_nodes(view: JobView, policy: Policy) -> Decision | None:
@@ -338,19 +367,7 @@ def _can_grow(view: JobView, policy: Policy) -> bool:
 
 def _free(view: JobView) -> list[str]:
     in_use = {placed.component for placed in view.placement}
-    return [component for component in _usable(view) if component not in in_use]
-
-
-def _usable(view: JobView) -> list[str]:
-    """The nodes that can work together, in order of preference; of two that are cut off, the one in use stays."""
-    there = [node.component for node in view.nodes if node.is_connected and node.is_ready and not node.is_lost]
-    if not view.cut_links:
-        return there
-    in_use = sorted(view.placement, key=lambda placed: placed.rank not in view.staying)
-    preferred = dict.fromkeys(placed.component for placed in in_use if placed.component in there)
-    preferred |= dict.fromkeys(there)
-    together = reach_each_other(tuple(preferred), cut=view.cut_links)
-    return [component for component in there if component in together]
+    return [component for component in usable_nodes(view) if component not in in_use]
 
 
 def _who_stays(view: JobView, policy: Policy, *, but: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -360,20 +377,29 @@ def _who_stays(view: JobView, policy: Policy, *, but: tuple[int, ...] = ()) -> t
     """
     if not policy.is_in_process or view.num_fruitless > 0 or view.is_stop_wanted or view.finished_ranks:
         return ()
-    lost_nodes = {node.component for node in view.nodes if node.is_lost}
+    if view.give_up or any(loss.cause_class in _NODE_IS_TO_BLAME for loss in view.losses):
+        return ()
+    lost_nodes = {node.component for node in view.nodes if node.is_lost or node.is_quarantined}
     gone = {loss.rank for loss in view.losses} | set(but)
     well = [placed.rank for placed in view.placement if placed.rank not in gone and placed.component not in lost_nodes]
     return tuple(well) if set(well) <= set(view.can_stay) else ()
 
 
 def _while_tearing_down(view: JobView, policy: Policy) -> Decision:
-    waiting = {
-        placed.component
-        for placed in view.placement
+    in_use = {placed.component for placed in view.placement}
+    unended = [
+        node
         for node in view.nodes
-        if node.component == placed.component and not node.is_lost and placed.component not in view.killed_nodes
-    }
-    if waiting and view.teardown_s > policy.teardown_s:
+        if node.component in in_use and not node.is_lost and node.component not in view.killed_nodes
+    ]
+    for node in unended:
+        if node.undead and not node.is_quarantined:
+            return Quarantine(
+                component=node.component,
+                reason=f"{node.undead} {policy.teardown_s:g} s after SIGKILL{_DISK_WAIT * ('state D' in node.undead)}",
+            )
+    waiting = {node.component for node in unended if not node.undead}
+    if waiting and view.teardown_s > policy.teardown_s + _ANSWER_S:
         return LoseNode(component=min(waiting), reason=f"its workers did not die within {policy.teardown_s:g} s")
     if waiting:
         return Wait(reason=f"workers are being ended on {', '.join(sorted(waiting))}")
@@ -383,6 +409,8 @@ def _while_tearing_down(view: JobView, policy: Policy) -> Decision:
         return verdict
     if view.is_stop_wanted:
         return Stop(reason="stop was asked for; a rank was lost meanwhile")
+    if view.give_up:
+        return GiveUp(reason=view.give_up)
     if policy.max_restarts is not None and view.num_restarts >= policy.max_restarts:
         return GiveUp(reason=f"all {policy.max_restarts} restarts are used (--max-restarts)")
     if view.num_fruitless >= policy.max_fruitless:
@@ -396,7 +424,7 @@ def _about_staying(view: JobView, policy: Policy) -> Decision | None:
     """None = they have all left their step."""
     if view.is_stop_wanted:
         return EndStaying(reason="stop was asked for; a rank was lost meanwhile")
-    usable = _usable(view)
+    usable = usable_nodes(view)
     if any(placed.rank in view.staying and placed.component not in usable for placed in view.placement):
         return EndStaying(reason="another node was lost meanwhile, or cut off from the others")
     late = sorted(set(view.staying) - set(view.unwound))
@@ -426,11 +454,13 @@ def _place(view: JobView, policy: Policy, *, backoff_s: float) -> Decision:
     if placement is None:
         is_hopeless = all(_is_settled(node) for node in view.nodes) and not view.cut_links
         if view.gathering_s > policy.spare_wait_s or is_hopeless:
-            lost = [node.component for node in view.nodes if node.is_lost]
+            lost = [node.component for node in view.nodes if node.is_lost or node.is_quarantined]
             cut = "".join(f", {first} does not reach {second}" for first, second in view.cut_links)
             why = f"lost {', '.join(lost) or 'none'}{cut}, no spare left"
             return GiveUp(reason=f"not enough nodes: {view.num_nodes} needed, {why}")
         return Wait(reason="waiting for nodes")
+    if (test := _test_first(view, placement, policy)) is not None:
+        return test
     if view.generation == 0:
         return Place(placement=placement, rung="first", backoff_s=0.0, reason="all nodes are there")
     if len(placement) != len(view.placement):
@@ -464,20 +494,25 @@ def _is_settled(node: NodeView) -> bool:
     return node.is_connected if not node.is_lost else not node.is_expected
 
 
+def _test_first(view: JobView, placement: Sequence[Placed], policy: Policy) -> ProbeNodes | Wait | None:
+    """Before an untested node is given work, all untested ones are tested together, spares included."""
+    if not {placed.component for placed in placement} & set(view.untested):
+        return None
+    coming = [
+        node.component
+        for node in view.nodes
+        if node.component in view.untested and not (node.is_lost or node.is_quarantined or node.is_connected)
+    ]
+    if coming and view.gathering_s < policy.gather_s:
+        return Wait(reason=f"waiting for {', '.join(coming)}, to be tested with the others")
+    components = tuple(component for component in usable_nodes(view) if component in view.untested)
+    return ProbeNodes(components=components, reason=f"{len(components)} node(s) to be tested before they are used")
+
+
 def _loss_of(finding: Finding, placement: Sequence[Placed]) -> Loss:
     component = next(placed.component for placed in placement if placed.rank == finding.rank)
     cause_class = _CAUSE_CLASS[finding.kind]
     return Loss(rank=finding.rank, component=component, cause_class=cause_class, detail=finding.reason)
-
-
-def _why_not_memory(holders: dict[tuple[int, int], set[int]], *, world_size: int) -> str:
-    if not holders:
-        return "no memory checkpoint"
-    newest = max(holders)
-    if len(holders[newest]) == world_size:
-        return f"memory holds step {newest[1]}"
-    missing = sorted(set(range(world_size)) - holders[newest])
-    return f"memory holds step {newest[1]} but not of rank(s) {', '.join(map(str, missing))}"
 
 
 def _ranks(placed: Sequence[Placed]) -> str:

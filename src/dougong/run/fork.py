@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -13,6 +15,7 @@ class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...]
     working_directory: str
     log_path: str
+    entry: Literal["script", "preflight"] = "script"
 
 
 class Forked(msgspec.Struct, frozen=True, kw_only=True, tag=True):

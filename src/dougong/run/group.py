@@ -53,10 +53,17 @@ class ReplaceableGroup(dist.ProcessGroup):
         self._lock = threading.Lock()
         self.store = store
         self.generation = 0
+        self.first_entered_ns = 0
+        """Monotonic time when a collective was first entered since this was set to 0."""
         if is_newcomer:
             self._inner = Alone(world_size)
         else:
             self.replace(store, generation=0)
+
+    @property
+    def carries_cpu(self) -> bool:
+        """Can tensors in the memory of the CPU be sent over it?"""
+        return self._inner_backend != "nccl"
 
     @property
     def is_alone(self) -> bool:
@@ -106,7 +113,8 @@ class ReplaceableGroup(dist.ProcessGroup):
         return self._now().allreduce_coalesced(tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        return self._now().broadcast(tensors, opts)
+        # DDP sends its buffers at the very begin of a forward pass: that is no end of computing
+        return self._now(is_reduction=False).broadcast(tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
         return self._now().reduce(tensors, opts)
@@ -156,7 +164,9 @@ class ReplaceableGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
-    def _now(self) -> Any:
+    def _now(self, *, is_reduction: bool = True) -> Any:
+        if is_reduction and not self.first_entered_ns:
+            self.first_entered_ns = time.monotonic_ns()
         if self._inner is None:
             raise BrokenCollective("the process group was abandoned and not replaced yet")
         return self._inner

@@ -39,6 +39,10 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     p99_s: float | None = None
     longest_gap_s: float | None = None
+    is_first_step: bool = False
+    """No step of this generation is finished by all ranks yet."""
+    first_step_s: float | None = None
+    """The longest first step of a generation; it may compile, or warm caches up."""
     start_s: float | None = None
     """The longest start so far, from the order to the first finished step."""
 
@@ -93,14 +97,25 @@ def patience(ranks: Sequence[RankStatus], *, learnt: StepTimes, rule: HangRule) 
         return _starting_patience(learnt, rule)
     if not all(rank.is_attached for rank in ranks):
         return _unmodified_patience(learnt, rule)
-    if any(rank.phase in (Phase.CHECKPOINT, Phase.RESTORING) for rank in ranks):
-        return rule.outside_step_s, "in a checkpoint"
+    phases = {rank.phase for rank in ranks}
+    # one rank in such a phase keeps the others waiting
+    if Phase.COMPILE in phases:
+        return rule.compile_s, "compiling"
+    if phases & {Phase.CHECKPOINT, Phase.RESTORING}:
+        return rule.checkpoint_s, "in a checkpoint"
+    if Phase.EVALUATION in phases:
+        return rule.evaluation_s, "in an evaluation"
     # one rank between its steps keeps the others waiting in theirs; only a lock there is surely no upload
     if any(rank.phase == Phase.BETWEEN and rank.activity != "lock" for rank in ranks):
         return rule.outside_step_s, "between steps"
     if learnt.p99_s is None or learnt.num_steps < _FEW_STEPS:
         return max(rule.attached_min_s, 10 * (learnt.longest_gap_s or rule.outside_step_s / 10)), "few steps known yet"
     limit_s = max(rule.attached_min_s, rule.attached_p99_factor * learnt.p99_s)
+    if learnt.is_first_step:
+        first_s = rule.first_step_s
+        if learnt.first_step_s is not None:
+            first_s = rule.attached_p99_factor * learnt.first_step_s
+        return max(limit_s, first_s), "in the first step of a start"
     return limit_s, f"max({rule.attached_min_s:g} s, {rule.attached_p99_factor:g} x p99 step {learnt.p99_s:.2f} s)"
 
 

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 import msgspec
 
 from dougong.event.kinds import (
+    BatchesSkipped,
     CheckpointSaved,
     ControllerStarted,
+    CorruptionSuspected,
     GenerationStarted,
     JobCreated,
     JobFailed,
@@ -18,15 +20,20 @@ from dougong.event.kinds import (
     JobStopped,
     ModelDescribed,
     NodeLost,
+    NodeQuarantined,
     NodeRepaired,
     PeakDescribed,
     Placed,
+    PreflightDone,
     Recorded,
     RecoveryDecided,
+    ReplicasCompared,
     StateRestored,
     StepFinished,
     WorkerLost,
 )
+from dougong.run.corruption import Distrust
+from dougong.run.letters import Skip
 
 
 class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +61,13 @@ class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int = 0
     """Of this generation, as far as recorded."""
     lost_nodes: frozenset[str] = frozenset()
+    quarantined_nodes: frozenset[str] = frozenset()
+    skips: tuple[Skip, ...] = ()
+    agreed: tuple[int, int] = (0, 0)
+    """Generation and step of the last comparison that found all ranks' state equal."""
+    distrusts: tuple[Distrust, ...] = ()
+    is_preflight_done: bool = False
+    """Since the last JobStarted."""
     returned_nodes: tuple[str, ...] = ()
     """Lost since the job's start and back again, in the order of their return."""
     is_model_described: bool = False
@@ -87,6 +101,7 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
                 end="",
                 num_starts=history.num_starts + 1,
                 has_run_since_start=False,
+                is_preflight_done=False,
                 num_restarts=0,
                 num_fruitless=0,
                 returned_nodes=(),
@@ -129,7 +144,23 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
                 history,
                 lost_nodes=history.lost_nodes - {event.component},
                 returned_nodes=(*others, event.component),
+                quarantined_nodes=history.quarantined_nodes - {event.component},
             )
+        case BatchesSkipped() as event:
+            return change(history, skips=(*history.skips, Skip(step=event.step, generation=event.generation)))
+        case ReplicasCompared() as event:
+            return change(history, agreed=(event.generation, event.step))
+        case CorruptionSuspected() as event:
+            distrust = Distrust(
+                generation=event.generation,
+                agreed_generation=event.agreed_generation,
+                agreed_step=event.agreed_step,
+            )
+            return change(history, distrusts=(*history.distrusts, distrust))
+        case NodeQuarantined() as event:
+            return change(history, quarantined_nodes=history.quarantined_nodes | {event.component})
+        case PreflightDone():
+            return change(history, is_preflight_done=True)
         case ModelDescribed():
             return change(history, is_model_described=True)
         case PeakDescribed():

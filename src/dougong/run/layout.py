@@ -58,6 +58,11 @@ class RunDirectory(msgspec.Struct, frozen=True):
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
+    @property
+    def tracking(self) -> Path:
+        """Experiment logs of the script, TensorBoard's for example."""
+        return self.root / "tracking"
+
 
 class NodeDirectory(msgspec.Struct, frozen=True):
     """The volatile side of one node: heartbeat pages, memory checkpoints, letters. Lost with the node."""
@@ -76,6 +81,24 @@ class NodeDirectory(msgspec.Struct, frozen=True):
 
     def inbox(self, rank: int) -> Path:
         return self.root / f"rank-{rank}.in"
+
+    def copy(self, rank: int, *, owner: str) -> Path:
+        """Prefix of the files of the copies of a rank's memory checkpoints, kept for the node where it ran."""
+        return self.copies / owner.replace("/", "~") / f"rank-{rank}"
+
+    @property
+    def copies(self) -> Path:
+        """Copies of memory checkpoints, a folder for each node whose ranks they are of."""
+        return self.root / "copies"
+
+    def flight(self, rank: int) -> Path:
+        """The rank's record of its last collectives, written when asked for."""
+        return self.root / f"rank-{rank}.flight.json"
+
+    @property
+    def preflight_box(self) -> Path:
+        """Where the tests of a pre-flight leave their answers."""
+        return self.root / "preflight.out"
 
     @property
     def workers(self) -> Path:

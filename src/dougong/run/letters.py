@@ -20,6 +20,16 @@ from dougong.run.reserve import with_reserve
 
 _serial = itertools.count()
 
+StorageCause = Literal["full", "read-only", "slow", "gone", "other"]
+"""Why storage did not take a checkpoint."""
+
+
+class Skip(msgspec.Struct, frozen=True, array_like=True):
+    """One batch to pass over: the one that this generation trained as this step, on every rank."""
+
+    step: int
+    generation: int
+
 
 class Letter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all letters."""
@@ -68,6 +78,22 @@ class ShardFailed(Letter, frozen=True, kw_only=True):
 
     step: int
     reason: str
+    cause: StorageCause = "other"
+
+
+class ShardSkipped(Letter, frozen=True, kw_only=True):
+    """A durable checkpoint was due while the one of `busy_step` was not finished. `write_bytes_per_s` is the rate at
+    which this rank's part was last written; 0 = not known yet."""
+
+    step: int
+    busy_step: int
+    write_bytes_per_s: float
+
+
+class OrderPut(Letter, frozen=True, kw_only=True):
+    """To the agent alone: an order for the writer lies at `path`."""
+
+    path: str
 
 
 class WarningGiven(Letter, frozen=True, kw_only=True):
@@ -81,6 +107,38 @@ class MetadataWritten(Letter, frozen=True, kw_only=True):
 
     step: int
     file: FileRecord
+
+
+class LossFoundBad(Letter, frozen=True, kw_only=True):
+    """The loss or the gradient norm of this rank has turned bad in `step`; those before were good."""
+
+    step: int
+    reason: str
+
+
+class SaveRefused(Letter, frozen=True, kw_only=True):
+    """This rank took no checkpoint at `step`, since a loss before it was bad."""
+
+    step: int
+    reason: str
+
+
+class Fingerprinted(Letter, frozen=True, kw_only=True):
+    """The fingerprint of what must be the same on all ranks right after `step`."""
+
+    step: int
+    digest: str
+
+
+class Probed(Letter, frozen=True, kw_only=True):
+    """What one rank's test of a pre-flight came to. `generation` is the serial number of the pre-flight.
+
+    `flop_per_s` of a product of matrices; `bytes_per_s` of an all-reduce with the partner node.
+    """
+
+    flop_per_s: float | None = None
+    bytes_per_s: float | None = None
+    is_exact: bool = True
 
 
 class ErrorRaised(Letter, frozen=True, kw_only=True):
@@ -111,11 +169,17 @@ WorkerLetter = (
     | Restored
     | ShardWritten
     | ShardFailed
+    | ShardSkipped
+    | OrderPut
     | MetadataWritten
     | ErrorRaised
     | ScriptEnded
     | Stopped
     | WarningGiven
+    | Probed
+    | LossFoundBad
+    | SaveRefused
+    | Fingerprinted
 )
 
 
@@ -125,6 +189,22 @@ class WriteMetadata(Letter, frozen=True, kw_only=True):
     step: int
     directory: str
     items: tuple[ItemRecord, ...]
+
+
+class OrderDone(Letter, frozen=True, kw_only=True):
+    """From the writer: the order is carried out, or given up for `reason`."""
+
+    order: Literal["shard", "metadata"]
+    step: int
+    num_bytes: int
+    write_s: float
+    reason: str = ""
+
+
+class CheckpointCommitted(Letter, frozen=True, kw_only=True):
+    """The checkpoint of this step exists."""
+
+    step: int
 
 
 class DropCheckpoint(Letter, frozen=True, kw_only=True):
@@ -142,9 +222,10 @@ class Rejoin(Letter, frozen=True, kw_only=True):
     restore_step: int
     restore_generation: int = 0
     restore_directory: str = ""
+    skips: tuple[Skip, ...] = ()
 
 
-AgentLetter = WriteMetadata | DropCheckpoint | Rejoin
+AgentLetter = WriteMetadata | OrderDone | CheckpointCommitted | DropCheckpoint | Rejoin
 
 
 def post(box: Path, letter: Letter) -> None:

@@ -34,6 +34,9 @@ class NodeSession:
         self.status: wire.Status | None = None
         self.status_s = 0.0
         self.verified: tuple[wire.SnapshotStatus, ...] = ()
+        self.courier_port = 0
+        self.copies: tuple[wire.CopyStatus, ...] = ()
+        self.undead = ""
 
     def open(self, connection: wire.Connection, hello: wire.Hello, *, now_s: float) -> None:
         """Its agent is there, for the first time or again."""
@@ -46,6 +49,9 @@ class NodeSession:
         self.link_port = hello.link_port
         self.status = None
         self.verified = hello.snapshots
+        self.courier_port = hello.courier_port
+        self.copies = hello.copies
+        self.undead = ""
 
     def ask_agent(self, *, now_s: float) -> None:
         """Its backend is asked for an agent; after a while again, for that one may die too."""
@@ -58,12 +64,17 @@ class NodeSession:
         self.gone_since_s = now_s
         self.status = None
 
+    def note_undead(self, message: wire.Killed) -> None:
+        """Its agent has tried to end the workers; those that will not die, in words."""
+        states = zip(message.undead, message.undead_states, strict=False)
+        self.undead = ", ".join(f"rank {rank} in state {state}" for rank, state in states)
+
     def send(self, message: wire.ToAgent) -> None:
         """Say something to the agent; nothing if there is none, which `decide` will see to."""
         if self.connection is not None:
             self.connection.send(message)
 
-    def view(self, *, now_s: float, was_known: bool, is_ready: bool) -> NodeView:
+    def view(self, *, now_s: float, was_known: bool, is_ready: bool, is_quarantined: bool = False) -> NodeView:
         """The node as decisions see it. `was_known`: an earlier controller had it."""
         return NodeView(
             component=self.component,
@@ -71,6 +82,8 @@ class NodeSession:
             is_lost=self.is_lost,
             is_ready=is_ready and self.is_cleared,
             is_expected=self.is_expected,
+            is_quarantined=is_quarantined,
+            undead=self.undead,
             was_connected=self.was_connected or was_known,
             silent_s=0.0 if self.connection is not None else now_s - self.gone_since_s,
             is_agent_asked=self.is_agent_asked and now_s - self.agent_asked_s < _ASK_AGAIN_S,

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-_MAGIC = 0x31304750474E4744  # "DGNGPG01"
+_MAGIC = 0x32304750474E4744  # "DGNGPG02"
 _HEADER_BYTES = 4096
-_RECORD = struct.Struct("<QQQQdqQQ")  # step, begin, end, data_wait, loss, tokens, stall, between
+_RECORD = struct.Struct("<QQQQdqQQQ")  # step, begin, end, data_wait, loss, tokens, stall, between, compute
 _RING_LENGTH = 960
 _PAGE_BYTES = _HEADER_BYTES + _RING_LENGTH * _RECORD.size
 NO_STEP = 0  # steps are counted from 1; 0 = none finished
@@ -34,6 +34,8 @@ class Phase(enum.IntEnum):
     UNWOUND = 5  # a collective broke; the rank has left the step and waits for the verdict
     STOPPED_CLEAN = 6  # has saved at the wanted step and is leaving
     DONE = 7
+    COMPILE = 8  # `with job.compiling():`
+    EVALUATION = 9  # `with job.evaluating():`
 
 
 class ControlFault(enum.IntEnum):
@@ -42,6 +44,7 @@ class ControlFault(enum.IntEnum):
     NONE = 0
     HANG = 1  # takes a lock that is never released
     RAISE = 2  # raises an exception in the user's code
+    FLIP = 3  # flips one bit of a parameter
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -55,6 +58,8 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     tokens: int | None
     checkpoint_stall_ns: int
     between_ns: int
+    compute_ns: int = 0
+    """From the begin until the first collective was entered; 0 = not measured."""
 
 
 class _Field(enum.IntEnum):
@@ -72,6 +77,8 @@ class _Field(enum.IntEnum):
     STOP_AT_STEP = 16  # written by the agent from here on
     CONTROL_FAULT = 17
     CUT_GENERATION = 20
+    SAVES_HELD_UNTIL_STEP = 24
+    FLIGHT_ASKED = 25
 
 
 class Page:
@@ -151,6 +158,7 @@ class Page:
             -1 if record.tokens is None else record.tokens,
             record.checkpoint_stall_ns | (1 << 63 if record.loss is None else 0),
             record.between_ns,
+            record.compute_ns,
         )
         self._words[_Field.RING_COUNT] = count + 1
         self._words[_Field.STEP] = record.step
@@ -208,9 +216,26 @@ class Page:
     def stop_at_step(self, step: int) -> None:
         self._words[_Field.STOP_AT_STEP] = step
 
+    @property
+    def saves_held_until_step(self) -> int:
+        """No checkpoint may be taken up to this step; 0 = none is held back."""
+        return self._words[_Field.SAVES_HELD_UNTIL_STEP]
+
+    def hold_saves(self, *, until_step: int) -> None:
+        self._words[_Field.SAVES_HELD_UNTIL_STEP] = max(self.saves_held_until_step, until_step)
+
+    @property
+    def flights_asked(self) -> int:
+        """How often the rank was asked for its record of collectives."""
+        return self._words[_Field.FLIGHT_ASKED]
+
+    def ask_flight(self) -> None:
+        self._words[_Field.FLIGHT_ASKED] = self.flights_asked + 1
+
     def join_generation(self, generation: int) -> int:
         """The rank goes on in a new generation; how many records its ring has seen so far. It is told by a letter."""
         self._words[_Field.GENERATION] = generation
+        self._words[_Field.SAVES_HELD_UNTIL_STEP] = 0
         return self._words[_Field.RING_COUNT]
 
     @property
@@ -234,7 +259,7 @@ class Page:
 
     def _record(self, index: int) -> StepRecord:
         offset = _HEADER_BYTES + (index % _RING_LENGTH) * _RECORD.size
-        step, begin, end, wait, loss, tokens, stall, between = _RECORD.unpack_from(self._map, offset)
+        step, begin, end, wait, loss, tokens, stall, between, compute = _RECORD.unpack_from(self._map, offset)
         return StepRecord(
             step=step,
             begin_ns=begin,
@@ -244,4 +269,5 @@ class Page:
             tokens=None if tokens < 0 else tokens,
             checkpoint_stall_ns=stall & ~(1 << 63),
             between_ns=between,
+            compute_ns=compute,
         )

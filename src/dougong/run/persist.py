@@ -1,31 +1,50 @@
-"""The durable side of a worker: writes a snapshot to storage beside training, in a thread of its own."""
+"""The durable side of a worker: has the node's writer put snapshots on storage, in a thread beside training.
+
+Training never waits for it. A durable checkpoint that is due while the one before is not settled everywhere (committed,
+or dropped) is skipped, and said so: all ranks then drop that step and are in step again at the next.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
 from dougong.errors import DougongError
 from dougong.run import manifest
-from dougong.run.dcp_shard import write_metadata, write_shard
+from dougong.run.dcp_shard import METADATA_NAME, metadata_bytes
 from dougong.run.letters import (
+    CheckpointCommitted,
     DropCheckpoint,
-    MetadataWritten,
+    OrderDone,
+    OrderPut,
     Rejoin,
     ShardFailed,
-    ShardWritten,
+    ShardSkipped,
+    StorageCause,
     WriteMetadata,
     from_agent,
     post,
 )
 from dougong.run.place import WorkerPlace
+from dougong.run.shard_plan import ShardPlanner
 from dougong.run.snapshot import SnapshotFiles
-from dougong.run.state import Replication
+from dougong.run.storage_alarm import cause_of
+from dougong.run.write_order import FileOrder, Given, Kind, WriteOrder, is_taken, order_path, put_order
 
 _POLL_S = 0.02
+_LOOK_S = 2.0
+_TICK_S = 1.0
+_PATIENCE_S = 600.0
+"""How long an order may lie without a sign of the writer before the rank gives it up."""
+_SILENCE_S = 5.0
+"""An order that is gone without a word: its writer was killed between the two."""
+_PEER_FACTOR = 10.0
+"""Other ranks may take so many times as long to write as this one did."""
 
 
 class PersistRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,127 +54,244 @@ class PersistRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     step: int
     stall_s: float
-    replication: Replication
+
+
+class _InHand(msgspec.Struct, kw_only=True):
+    """The checkpoint that is not settled yet."""
+
+    request: PersistRequest
+    place: WorkerPlace
+    began_ns: int
+    written_ns: int = 0
+    """When this rank's own part was on storage; 0 = not yet."""
+    write_s: float = 0.0
+    looked_ns: int = 0
+    order_mtime_ns: int = 0
+    sign_ns: int = 0
+    """When the writer last gave a sign of work on the order."""
+
+    @property
+    def step(self) -> int:
+        return self.request.step
+
+    @property
+    def directory(self) -> str:
+        return manifest.directory_name(self.request.step, generation=self.place.generation)
 
 
 class Persister:
-    """One checkpoint at a time. The buffer being written is pinned, so the next snapshot takes the other one."""
+    """One checkpoint at a time. The buffer being written is pinned, so a later snapshot takes another one."""
 
     def __init__(self, place: WorkerPlace, files: SnapshotFiles) -> None:
         self._place = place
         self._files = files
         self._storage, self._root = manifest.storage_at(place.checkpoint_url)
-        self._requests: queue.SimpleQueue[PersistRequest] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._dropped: set[int] = set()
+        self._planner = ShardPlanner(rank=place.rank)
+        self._requests: queue.SimpleQueue[PersistRequest | None] = queue.SimpleQueue()
+        self._is_free = threading.Event()
+        self._is_free.set()
+        self._busy_step = 0
+        self._write_bytes_per_s = 0.0
+        self._committed: set[int] = set()
+        self._abandoned: int = 0
+        self.num_skipped = 0
         self._thread = threading.Thread(target=self._work, name="dougong-persist", daemon=True)
         self._thread.start()
 
-    def wait_idle(self) -> None:
-        """Until the checkpoint in hand is written."""
-        self._idle.wait()
+    def may_begin(self, step: int) -> bool:
+        """Can a durable checkpoint of `step` begin? If not it is counted as skipped. Never waits."""
+        if self._is_free.is_set():
+            return True
+        self.num_skipped += 1
+        letter = ShardSkipped(
+            generation=self._place.generation,
+            rank=self._place.rank,
+            step=step,
+            busy_step=self._busy_step,
+            write_bytes_per_s=self._write_bytes_per_s,
+        )
+        self._post(letter)
+        return False
+
+    def wait_idle(self, *, on_wait: Callable[[], None] = lambda: None) -> None:
+        """Until the checkpoint in hand is settled: only where training is over anyway. `on_wait` is called every
+        second, to say that this is no hang."""
+        while not self._is_free.wait(_TICK_S):
+            on_wait()
 
     def submit(self, request: PersistRequest) -> None:
-        """Begin to write. `wait_idle` must have been called since the last one."""
-        assert self._idle.is_set()
-        self._idle.clear()
+        """Begin to write. `may_begin` must have said yes, or `wait_idle` returned."""
+        self._is_free.clear()
+        self._busy_step = request.step
         self._files.pin(request.index)
         self._requests.put(request)
 
     def move_to(self, place: WorkerPlace) -> None:
-        """Later checkpoints belong to another generation. `wait_idle` must have been called."""
-        assert self._idle.is_set()
+        """Later checkpoints belong to another generation; the one in hand can never be complete and is given up."""
+        self._abandoned = self._place.generation
         self._place = place
+        self._planner = ShardPlanner(rank=place.rank)
+        self._requests.put(None)
+        self._is_free.wait(_LOOK_S)
 
-    def wait_committed(self, *, step: int) -> bool:
+    def wait_committed(self, *, step: int, on_wait: Callable[[], None] = lambda: None) -> bool:
         """Until the checkpoint of `step` exists; False if it never will: a shard failed, or the time-out is over."""
-        deadline_ns = time.monotonic_ns() + round(self._place.commit_timeout_s * 1e9)
-        while time.monotonic_ns() < deadline_ns:
-            if "COMMIT" in self._storage.names(self._directory(step)):
-                return True
-            if self._idle.is_set():
-                self._read_drops()
-            if step in self._dropped:
-                return False
-            time.sleep(_POLL_S)
-        return False
+        self.wait_idle(on_wait=on_wait)
+        return step in self._committed
+
+    # --- the thread ---
 
     def _work(self) -> None:
         while True:
             request = self._requests.get()
+            if request is None:
+                continue
+            now_ns = time.monotonic_ns()
+            hand = _InHand(request=request, place=self._place, began_ns=now_ns, sign_ns=now_ns)
             try:
-                self._write(request)
-            except (OSError, DougongError, RuntimeError, ValueError) as error:
-                letter = ShardFailed(
-                    generation=self._place.generation, rank=self._place.rank, step=request.step, reason=str(error)
-                )
-                self._post(letter)
-                self._dropped.add(request.step)
+                self._order_shard(hand)
+                self._see_through(hand)
+            except (OSError, DougongError, RuntimeError, ValueError, msgspec.MsgspecError) as error:
+                self._take_back(hand)
+                self._fail(hand, str(error), cause=cause_of(error))
             finally:
                 self._files.pin(None)
-                self._idle.set()
+                self._is_free.set()
 
-    def _write(self, request: PersistRequest) -> None:
-        began_ns = time.monotonic_ns()
-        directory = self._directory(request.step)
-        files, items = write_shard(
-            self._files.buffer(request.index)[: request.num_bytes],
-            place=self._storage,
-            directory=directory,
-            rank=self._place.rank,
-            world_size=self._place.world_size,
-            replication=request.replication,
+    def _order_shard(self, hand: _InHand) -> None:
+        request = hand.request
+        plan = self._planner.plan(self._files.buffer(request.index)[: request.num_bytes])
+        order = WriteOrder(
+            kind="shard",
+            generation=hand.place.generation,
+            rank=hand.place.rank,
+            step=hand.step,
+            checkpoint_url=hand.place.checkpoint_url,
+            directory=hand.directory,
+            buffer_path=str(self._files.path(request.index)),
+            files=plan.files,
+            items=plan.items,
+            stall_s=request.stall_s,
+            asked_ns=hand.began_ns,
         )
-        self._files.pin(None)
-        self._post(
-            ShardWritten(
-                generation=self._place.generation,
-                rank=self._place.rank,
-                step=request.step,
-                directory=directory.rsplit("/", 1)[-1],
-                files=files,
-                items=items,
-                stall_s=request.stall_s,
-                write_s=(time.monotonic_ns() - began_ns) / 1e9,
-            )
-        )
-        if self._place.rank == 0:
-            self._finish_metadata(request.step, directory)
+        self._put(order)
 
-    def _finish_metadata(self, step: int, directory: str) -> None:
-        """Wait for the other ranks' shards (the controller tells), then write the index over all of them."""
-        deadline_ns = time.monotonic_ns() + round(self._place.commit_timeout_s * 1e9)
-        while time.monotonic_ns() < deadline_ns:
-            for path, letter in from_agent(self._place.node.inbox(self._place.rank)):
-                if isinstance(letter, Rejoin):
-                    continue
-                path.unlink(missing_ok=True)
-                if letter.step != step or letter.generation != self._place.generation:
-                    continue
-                match letter:
-                    case WriteMetadata():
-                        record = write_metadata(letter.items, place=self._storage, directory=directory)
-                        self._post(
-                            MetadataWritten(
-                                generation=self._place.generation, rank=self._place.rank, step=step, file=record
-                            )
-                        )
-                        return
-                    case DropCheckpoint():
-                        self._dropped.add(step)
-                        return
+    def _see_through(self, hand: _InHand) -> None:
+        """Until the checkpoint is settled. The buffer is free once the writer has read it."""
+        while not self._is_settled(hand):
+            if self._abandoned >= hand.place.generation:
+                self._take_back(hand)
+                return
+            if self._is_overdue(hand):
+                return
             time.sleep(_POLL_S)
 
-    def _read_drops(self) -> None:
-        """The persisting thread is idle, so the inbox is this thread's to read."""
-        for path, letter in from_agent(self._place.node.inbox(self._place.rank)):
-            if isinstance(letter, DropCheckpoint):
-                path.unlink(missing_ok=True)
-                self._dropped.add(letter.step)
+    def _is_settled(self, hand: _InHand) -> bool:
+        for path, letter in from_agent(hand.place.node.inbox(hand.place.rank)):
+            if isinstance(letter, Rejoin):
+                continue
+            path.unlink(missing_ok=True)
+            if letter.step != hand.step or letter.generation != hand.place.generation:
+                continue
+            match letter:
+                case OrderDone():
+                    if letter.reason:
+                        self._take_back(hand)
+                        return True
+                    if letter.order == "shard":
+                        self._note_written(hand, letter)
+                case WriteMetadata():
+                    self._order_metadata(hand, letter)
+                case CheckpointCommitted():
+                    self._committed.add(hand.step)
+                    return True
+                case DropCheckpoint():
+                    self._take_back(hand)
+                    return True
+        return False
 
-    def _directory(self, step: int) -> str:
-        return f"{self._root}/{manifest.directory_name(step, generation=self._place.generation)}"
+    def _note_written(self, hand: _InHand, letter: OrderDone) -> None:
+        self._files.pin(None)
+        hand.written_ns = hand.looked_ns = time.monotonic_ns()
+        hand.write_s = letter.write_s
+        self._write_bytes_per_s = letter.num_bytes / max(letter.write_s, 1e-9)
 
-    def _post(self, letter: ShardWritten | ShardFailed | MetadataWritten) -> None:
-        post(self._place.node.outbox(self._place.rank), letter)
+    def _order_metadata(self, hand: _InHand, letter: WriteMetadata) -> None:
+        """All shards are there (the controller tells); rank 0 makes the index over all of them."""
+        order = WriteOrder(
+            kind="metadata",
+            generation=hand.place.generation,
+            rank=hand.place.rank,
+            step=hand.step,
+            checkpoint_url=hand.place.checkpoint_url,
+            directory=hand.directory,
+            buffer_path="",
+            files=(FileOrder(METADATA_NAME, (Given(metadata_bytes(letter.items)),)),),
+            asked_ns=time.monotonic_ns(),
+        )
+        self._put(order)
+
+    def _is_overdue(self, hand: _InHand) -> bool:
+        """The letter that settles it may be lost with an agent or a controller: look at the storage, and give up in
+        the end."""
+        now_ns = time.monotonic_ns()
+        if not hand.written_ns:
+            return self._is_writer_silent(hand, now_ns)
+        if now_ns - hand.looked_ns > _LOOK_S * 1e9:
+            hand.looked_ns = now_ns
+            if "COMMIT" in self._storage.names(f"{self._root}/{hand.directory}"):
+                self._committed.add(hand.step)
+                return True
+        limit_s = max(hand.place.commit_timeout_s, _PEER_FACTOR * hand.write_s)
+        if now_ns - hand.written_ns < limit_s * 1e9:
+            return False
+        self._fail(hand, f"it was not committed within {limit_s:.0f} s", cause="slow")
+        return True
+
+    def _is_writer_silent(self, hand: _InHand, now_ns: int) -> bool:
+        try:
+            mtime_ns = order_path(hand.place.node, hand.place.rank, "shard").stat().st_mtime_ns
+        except FileNotFoundError:
+            mtime_ns = 0
+        if mtime_ns != hand.order_mtime_ns:
+            hand.order_mtime_ns, hand.sign_ns = mtime_ns, now_ns
+        silent_s = (now_ns - hand.sign_ns) / 1e9
+        if silent_s < (_PATIENCE_S if mtime_ns else _SILENCE_S):
+            return False
+        self._take_back(hand)
+        self._fail(hand, f"nothing was heard of the node's writer for {silent_s:.0f} s", cause="other")
+        return True
+
+    def _take_back(self, hand: _InHand) -> None:
+        """Remove the orders; the writer ends what it is at. Wait for that, since it reads the buffer."""
+        kinds: tuple[Kind, ...] = ("shard", "metadata")
+        for kind in kinds:
+            path = order_path(hand.place.node, hand.place.rank, kind)
+            deadline_ns = time.monotonic_ns() + round(_PATIENCE_S * 1e9)
+            taken = path.with_name(f".{path.name}.back")
+            try:
+                path.rename(taken)
+            except FileNotFoundError:
+                continue
+            while is_taken(taken) and time.monotonic_ns() < deadline_ns:
+                time.sleep(_POLL_S)
+            taken.unlink(missing_ok=True)
+
+    def _put(self, order: WriteOrder) -> None:
+        path = put_order(self._place.node, order)
+        letter = OrderPut(generation=order.generation, rank=order.rank, path=str(path))
+        post(self._place.node.outbox(order.rank), letter)
+
+    def _fail(self, hand: _InHand, reason: str, *, cause: StorageCause) -> None:
+        letter = ShardFailed(
+            generation=hand.place.generation,
+            rank=hand.place.rank,
+            step=hand.step,
+            reason=reason,
+            cause=cause,
+        )
+        self._post(letter)
+
+    def _post(self, letter: ShardFailed | ShardSkipped) -> None:
+        with contextlib.suppress(OSError):  # full shared memory must not stop training for the sake of a word
+            post(self._place.node.outbox(self._place.rank), letter)

@@ -9,10 +9,12 @@ from typing import Literal
 import msgspec
 
 from dougong.run.layout import NodeDirectory, RunDirectory
+from dougong.run.letters import Skip
 from dougong.run.settings import RunSettings
 from dougong.run.wire import Launch
 
 VARIABLE = "DOUGONG_WORKER"
+PREFLIGHT_VARIABLE = "DOUGONG_PREFLIGHT"
 
 
 class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +40,14 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     """The generation that wrote the memory checkpoint; 0 = the newest that has the step."""
     is_newcomer: bool = False
     """Its peers stayed in their processes: it builds its model alone and joins them when the steps begin."""
+    restore_world_size: int = 0
+    """Of the ranks that saved the state; 0 = as many as now, or as the checkpoint says."""
+    is_read_once: bool = True
+    """At load, one rank reads each box and broadcasts it."""
+    checkpoint_key: str = ""
+    skips: tuple[Skip, ...] = ()
+    spike_z: float = 0.0
+    fingerprint_every_steps: int = 0
 
     @property
     def run(self) -> RunDirectory:
@@ -46,6 +56,21 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def node(self) -> NodeDirectory:
         return NodeDirectory(Path(self.node_root))
+
+
+class PreflightPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of one stage of a pre-flight: alone (stage 0), or in a group with the ranks of another node."""
+
+    serial: int
+    stage: int
+    rank: int
+    local_rank: int
+    world_size: int
+    master_address: str
+    master_port: int
+    timeout_s: float
+    box: str
+    """Directory for the answer."""
 
 
 def worker_place() -> WorkerPlace | None:
@@ -57,6 +82,16 @@ def worker_place() -> WorkerPlace | None:
 def rank_and_world_size() -> tuple[int, int]:
     """As torchrun sets them; (0, 1) for a plain process."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def preflight_place() -> PreflightPlace | None:
+    """The place of this process in a pre-flight, if it is a test of one."""
+    text = os.environ.get(PREFLIGHT_VARIABLE)
+    return None if text is None else msgspec.json.decode(text, type=PreflightPlace)
+
+
+def preflight_variables(place: PreflightPlace) -> dict[str, str]:
+    return {PREFLIGHT_VARIABLE: msgspec.json.encode(place).decode()}
 
 
 def worker_variables(place: WorkerPlace) -> dict[str, str]:
@@ -86,6 +121,12 @@ def place_of(
         is_chaos=settings.is_chaos,
         restore_generation=launch.restore.generation,
         is_newcomer=bool(launch.staying),
+        restore_world_size=launch.restore.world_size,
+        is_read_once=settings.save.is_read_once,
+        checkpoint_key=settings.checkpoint_key,
+        skips=launch.restore.skips,
+        spike_z=settings.save.spike_z,
+        fingerprint_every_steps=settings.save.fingerprint_every_steps,
     )
 
 
@@ -112,5 +153,6 @@ def torchrun_variables(place: WorkerPlace, settings: RunSettings, launch: Launch
         "TORCHELASTIC_RUN_ID": place.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(place.node.root / f"rank-{place.rank}.error.json"),
+        "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", "2000"),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }

@@ -33,6 +33,7 @@ class JobProgress:
         self._longest_gap_s: float | None = None
         self._start_s: float | None = None
         self._last_end_ns: int | None = None
+        self._first_step_s: float | None = None
 
     def begin_generation(self, generation: int, *, world_size: int, last_step: int = 0) -> None:
         """The ranks start again; `last_step` = what was recorded already, for a controller that comes back."""
@@ -71,13 +72,16 @@ class JobProgress:
 
     def learnt(self) -> StepTimes:
         """What the hang rule needs."""
+        is_first_step = self._last_end_ns is None and self.last_step == 0
         if not self._durations_s:
-            return StepTimes(start_s=self._start_s)
+            return StepTimes(is_first_step=is_first_step, first_step_s=self._first_step_s, start_s=self._start_s)
         ordered = sorted(self._durations_s)
         return StepTimes(
             num_steps=len(ordered),
             p99_s=ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))],
             longest_gap_s=self._longest_gap_s,
+            is_first_step=is_first_step,
+            first_step_s=self._first_step_s,
             start_s=self._start_s,
         )
 
@@ -90,6 +94,8 @@ class JobProgress:
         for earlier in [key for key in self._by_step if key < step]:
             del self._by_step[earlier]
         self._complete.append(ranks)
+        if self._last_end_ns is None and self.last_step == 0:
+            self._first_step_s = max(self._first_step_s or 0.0, (_end_ns(ranks) - _begin_ns(ranks)) / 1e9)
         self.last_step = step
         self.max_step = max(self.max_step, step)
         if self._last_end_ns is not None:

@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 
 from dougong.run.capture import fenced_storages
-from dougong.run.state import Progress, gather, is_array, read_table, view_of
-from dougong.run.tree import Leaf, assemble, dismantle
+from dougong.run.optimizer_state import local_part
+from dougong.run.state import is_array, part_trees, read_table, view_of
+from dougong.run.tree import assemble, dismantle
 
 
 def tree_in_place(buffer: memoryview, parts: Mapping[str, Any], *, is_adopted: bool) -> dict[str, Any]:
@@ -23,14 +24,16 @@ def tree_in_place(buffer: memoryview, parts: Mapping[str, Any], *, is_adopted: b
     as the live tensor, so that loading the tree finds nothing left to copy. The others are copies.
     """
     table, start = read_table(buffer)
-    live = _live_tensors(parts)
+    live, sharded = _live_tensors(parts)
     fenced = fenced_storages(parts)
     leaves: list[Any] = []
     for record in table.records:
         saved = view_of(buffer, start, record)
         target = live.get(record.path)
         if isinstance(saved, torch.Tensor) and target is not None and _is_same_kind(saved, target):
-            is_own = is_adopted and _address(target) in fenced and target.device.type == "cpu"
+            # the memory inside a DTensor cannot be exchanged from outside
+            is_own = is_adopted and record.path not in sharded and _address(target) in fenced
+            is_own = is_own and target.device.type == "cpu"
             _fill(target, saved, is_adopted=is_own)
             leaves.append(target)
         elif is_adopted and record.kind == "torch" and record.path[:2] == ("optimizer", "state"):
@@ -50,27 +53,31 @@ def move_out(parts: Mapping[str, Any], buffer: memoryview) -> None:
             tensor.data = tensor.data.clone()
 
 
-def _live_tensors(parts: Mapping[str, Any]) -> dict[tuple[str | int, ...], torch.Tensor]:
-    """The tensors of the model and the optimizer's state by their path; parameters as such, so that a copy onto
-    themselves is seen to be none."""
-    tree = gather(
-        {name: part for name, part in parts.items() if name in ("model", "optimizer")},
-        data=None,
-        progress=Progress(step=0, num_tokens=0),
-    )
-    leaves: tuple[Leaf, ...] = ()
-    for name in ("model", "optimizer"):
-        if name in tree:
-            leaves += dismantle({name: tree[name]}, is_leaf=is_array)[1]
+def _live_tensors(
+    parts: Mapping[str, Any],
+) -> tuple[dict[tuple[str | int, ...], torch.Tensor], frozenset[tuple[str | int, ...]]]:
+    """What this rank holds of the model and the optimizer's state by path, and which of it lies in DTensors.
+
+    Parameters are given as such, so that a copy onto themselves is seen to be none.
+    """
+    trees = part_trees({name: part for name, part in parts.items() if name in ("model", "optimizer")})
+    leaves = dismantle(trees, is_leaf=is_array)[1]
     model: Any = parts.get("model")
-    parameters = {}
+    parameters: dict[tuple[int, torch.Size], torch.Tensor] = {}
     if isinstance(model, torch.nn.Module):
         parameters = {_key(parameter): parameter for parameter in model.parameters()}
-    return {
-        leaf.path: parameters.get(_key(leaf.value), leaf.value)
-        for leaf in leaves
-        if isinstance(leaf.value, torch.Tensor) and leaf.path[:2] != ("optimizer", "param_groups")
-    }
+    live: dict[tuple[str | int, ...], torch.Tensor] = {}
+    sharded: set[tuple[str | int, ...]] = set()
+    for leaf in leaves:
+        if not isinstance(leaf.value, torch.Tensor) or leaf.path[:2] == ("optimizer", "param_groups"):
+            continue
+        local = local_part(leaf.value)
+        if local is not leaf.value:
+            sharded.add(leaf.path)
+        key = _key(local)
+        parameter = parameters.get(key)
+        live[leaf.path] = local if parameter is None else parameter
+    return live, frozenset(sharded)
 
 
 def _fill(target: torch.Tensor, saved: torch.Tensor, *, is_adopted: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -44,6 +45,13 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for a node that may still come before going on with fewer (`--nnodes MIN:MAX`)."""
     grow_wait_s: float = 10.0
     """How long a job with fewer nodes runs before it takes in one that is free."""
+    bad_loss: Literal["ignore", "stop", "roll-back-and-skip"] = "ignore"
+    """What follows a loss that is not finite, or a spike. No checkpoint is taken after one, whatever the policy."""
+    straggler: Literal["name", "replace"] = "name"
+    """A rank that computes much more slowly than the others is named; by "replace" its node makes room for a spare."""
+    straggler_z: float = 3.5
+    straggler_ratio: float = 1.3
+    straggler_steps: int = 20
 
 
 class HangRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +66,12 @@ class HangRule(msgspec.Struct, frozen=True, kw_only=True):
     outside_step_s: float = 60.0
     active_s: float = 600.0
     stopped_s: float = 1.0
-    unwound_s: float = 1.5
+    unwound_s: float = 3.0
+    first_step_s: float = 60.0
+    """In the first step of a start, until the first one of this job is known."""
+    checkpoint_s: float = 60.0
+    compile_s: float = 1800.0
+    evaluation_s: float = 600.0
     restart_min_s: float = 30.0
     """A start after the first, in which all ranks do nothing at all for so long, hangs."""
     restart_factor: float = 4.0
@@ -73,6 +86,24 @@ class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
     keep_durable: int = 3
     commit_timeout_s: float = 60.0
     """How long the end of a script waits for its last checkpoint to be committed."""
+    is_read_once: bool = True
+    """At a durable restore, one rank reads what several need, and broadcasts it; else each reads for itself."""
+    write_bytes_per_s: float = 0.0
+    """The most that the writer of a node puts on storage; 0 = as fast as it goes."""
+    lock_s: float = 0.0
+    """How long nothing deletes a committed checkpoint; 0 = no lock."""
+    peer_copies: int = 1
+    """On how many other nodes a copy of each node's memory checkpoints is kept; 0 = none."""
+    peer_every_s: float = 1.0
+    """At least so long between two rounds of copies."""
+    peer_busy_ratio: float = 0.1
+    """Copying takes at most this share of the time: a round that took long is followed by a longer pause."""
+    peer_max_bytes_per_s: float = 0.0
+    """No courier sends faster; 0 = as fast as it goes."""
+    spike_z: float = 0.0
+    """A loss so many robust standard deviations above the last ones holds checkpoints back; 0 = none does."""
+    fingerprint_every_steps: int = 0
+    """Steps between two comparisons of the state that must be the same on all ranks; 0 = none."""
     memory_root: str = ""
     """Where memory checkpoints are kept; empty = /dev/shm, or the run directory where there is none."""
 
@@ -111,6 +142,12 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Each node that this host plays has a network namespace of its own."""
     min_nodes: int = 0
     """With how few nodes the job may go on; 0 = with all of them only."""
+    checkpoint_key: str = ""
+    """The file of the key that encrypts durable checkpoints, on every node; "" = they are plain."""
+    lock_key: str = ""
+    """The file of the owner's key of retention locks, where the controller runs; "" = only time opens them."""
+    wants_preflight: bool = False
+    """Test every node before the first generation of a start."""
 
     @property
     def world_size(self) -> int:

@@ -32,6 +32,7 @@ _CRC = struct.Struct("<I")
 _ALIGN_BYTES = 4096
 _INDICES = (0, 1, 2)
 _MADV_POPULATE_WRITE = 23
+_POPULATE_BYTES = 8 * 2**20
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,7 @@ class SnapshotFiles:
         self._buffers: dict[int, mmap.mmap] = {}
         self._pinned: int | None = None
         self._adopted: int | None = None
+        self._touched: dict[int, mmap.mmap] = {}
         self._private_fds: dict[int, int] = {}
 
     def reserve(self, num_bytes: int) -> None:
@@ -81,7 +83,9 @@ class SnapshotFiles:
     def touch(self) -> None:
         """Enter the buffers' pages into this process's page table, without holding the interpreter up."""
         for index in self._rotation():
-            _populate(self._buffers[index])
+            if self._touched.get(index) is not self._buffers[index]:
+                _populate(self._buffers[index])
+                self._touched[index] = self._buffers[index]
 
     def pin(self, index: int | None) -> None:
         """Keep a buffer from being written over while it is being persisted."""
@@ -122,9 +126,18 @@ class SnapshotFiles:
         """Declare a buffer not whole, before it is written."""
         self._write_slot(index, b"\0" * _SLOT_BYTES)
 
-    def publish(self, index: int, *, step: int, generation: int, world_size: int, num_bytes: int) -> Slot:
-        """Declare a buffer whole, with the checksum of its first `num_bytes`."""
-        digest = xxhash.xxh3_128_digest(memoryview(self._buffers[index])[:num_bytes])
+    def publish(
+        self,
+        index: int,
+        *,
+        step: int,
+        generation: int,
+        world_size: int,
+        num_bytes: int,
+        digest: bytes | None = None,
+    ) -> Slot:
+        """Declare a buffer whole, with the checksum of its first `num_bytes`, which a reader on the way may know."""
+        digest = digest or xxhash.xxh3_128_digest(memoryview(self._buffers[index])[:num_bytes])
         body = _SLOT.pack(step, generation, world_size, num_bytes, digest)
         self._write_slot(index, body + _CRC.pack(zlib.crc32(body)))
         return Slot(
@@ -229,12 +242,17 @@ class SnapshotFiles:
 
 
 def _populate(mapping: mmap.mmap) -> None:
-    """madvise(MADV_POPULATE_WRITE), Linux 5.14; an older one faults the pages in as they are used."""
+    """madvise(MADV_POPULATE_WRITE), Linux 5.14; an older one faults the pages in as they are used.
+
+    In pieces: during each, no thread of the process can map or unmap memory.
+    """
     anchor = ctypes.c_char.from_buffer(mapping)
+    libc = ctypes.CDLL(None)
     try:
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(len(mapping)), _MADV_POPULATE_WRITE
-        )
+        for offset in range(0, len(mapping), _POPULATE_BYTES):
+            length = min(_POPULATE_BYTES, len(mapping) - offset)
+            address = ctypes.c_void_p(ctypes.addressof(anchor) + offset)
+            libc.madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
     finally:
         del anchor
 

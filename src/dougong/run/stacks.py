@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dougong.run.flight import Flight, who_is_behind
+
 _TIMEOUT_S = 5.0
 _WAITING = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 
@@ -41,11 +43,18 @@ async def take_stack(pid: int) -> str:
     return output.decode(errors="replace")
 
 
-def name_culprit(stacks: Mapping[int, str], *, suspect: int) -> tuple[int, str]:
-    """The rank that makes the others wait, and why: the one whose main thread is not in a collective.
+def name_culprit(
+    stacks: Mapping[int, str], *, suspect: int, flights: Mapping[int, Flight] | None = None
+) -> tuple[int, str]:
+    """The rank that makes the others wait, and why: the one that has entered the fewest collectives, or, where that
+    does not tell, the one whose main thread is not in a collective.
 
     With several such ranks, or none, the suspect stays.
     """
+    behind, counted = who_is_behind(flights or {}, num_ranks=len(stacks))
+    if len(behind) == 1:
+        frames = main_frames(stacks.get(behind[0], ""))
+        return behind[0], counted + (f"; it is at {frames[0]}" if frames else "")
     outside = [
         rank for rank, text in sorted(stacks.items()) if (frames := main_frames(text)) and not _is_waiting(frames)
     ]

@@ -9,16 +9,24 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 import numpy
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 from dougong.errors import UserError
 from dougong.run.extent import Extent
+from dougong.run.optimizer_state import (
+    as_dtensor,
+    load_optimizer,
+    optimizer_tree,
+    parameter_names,
+    unwrapped,
+)
+from dougong.run.sharding import RANK_LOCAL
 from dougong.run.tree import Leaf, assemble
 
 _ALIGN_BYTES = 64
@@ -26,8 +34,6 @@ _PAGE_BYTES = 4096
 _LARGE_BYTES = 64 * 1024
 """From this size on a leaf starts on a page, so that a writer can hand it to the disk as it lies (O_DIRECT)."""
 _LENGTH = struct.Struct("<Q")
-RANK_LOCAL = ("rng", "data", "progress")
-"""Parts of the state that belong to one rank alone."""
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -58,8 +64,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gather(parts: Mapping[str, Any], *, data: Mapping[str, Any] | None, progress: Progress) -> dict[str, Any]:
-    """The state tree: one branch per part, with references to the live tensors, not copies."""
-    tree: dict[str, Any] = {name: _unwrapped(part).state_dict() for name, part in parts.items()}
+    """The state tree: one branch per part, with references to the live tensors, not copies.
+
+    Optimizer state stands under the names of the parameters; DTensors are still whole.
+    """
+    tree = part_trees(parts)
     tree["rng"] = rng_state()
     tree["data"] = data
     tree["progress"] = msgspec.to_builtins(progress)
@@ -71,16 +80,10 @@ def put_back(tree: Mapping[str, Any], parts: Mapping[str, Any]) -> Progress:
 
     Raises UserError if the saved state and the objects of the script do not belong together.
     """
-    saved = set(tree) - set(RANK_LOCAL)
-    if saved != set(parts):
-        raise UserError(
-            f"the checkpoint holds {', '.join(sorted(saved))}; the script attached {', '.join(sorted(parts))}",
-            where="attach()",
-            mend="attach the same objects as the run that wrote it",
-        )
+    check_parts(tree, parts)
     for name, part in parts.items():
         try:
-            _unwrapped(part).load_state_dict(tree[name])
+            _load(part, tree[name], parts)
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(
                 f"the checkpoint does not fit {name}: {error}",
@@ -89,6 +92,31 @@ def put_back(tree: Mapping[str, Any], parts: Mapping[str, Any]) -> Progress:
             ) from error
     restore_rng(cast("dict[str, Any]", tree["rng"]))
     return msgspec.convert(tree["progress"], Progress)
+
+
+def check_parts(tree: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Raises UserError if other objects were saved than are attached."""
+    saved = set(tree) - set(RANK_LOCAL)
+    if saved != set(parts):
+        raise UserError(
+            f"the checkpoint holds {', '.join(sorted(saved))}; the script attached {', '.join(sorted(parts))}",
+            where="attach()",
+            mend="attach the same objects as the run that wrote it",
+        )
+
+
+def part_trees(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """What is attached, as trees. Modules first: FSDP2 takes its parameters back to their shards for a state_dict()."""
+    tree: dict[str, Any] = {
+        name: unwrapped(part).state_dict() for name, part in parts.items() if isinstance(part, torch.nn.Module)
+    }
+    names = parameter_names(parts)
+    for name, part in parts.items():
+        if isinstance(part, torch.optim.Optimizer):
+            tree[name] = optimizer_tree(part, names)
+        elif name not in tree:
+            tree[name] = part.state_dict()
+    return tree
 
 
 def payload_start(head_bytes: int) -> int:
@@ -119,6 +147,13 @@ def read_tree(buffer: memoryview) -> dict[str, Any]:
     return cast("dict[str, Any]", assemble(table.skeleton, leaves))
 
 
+def read_branch(buffer: memoryview, name: str) -> Any:
+    """One part of the state tree of a snapshot, in memory of its own."""
+    table, start = read_table(buffer)
+    leaves = [_own_copy(view_of(buffer, start, record)) if record.path[0] == name else None for record in table.records]
+    return cast("dict[str, Any]", assemble(table.skeleton, leaves))[name]
+
+
 def _own_copy(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
@@ -134,39 +169,8 @@ def view_of(buffer: memoryview, start: int, record: TensorRecord) -> Any:
     return torch.frombuffer(raw, dtype=dtype).reshape(record.shape)
 
 
-class Replication(msgspec.Struct, frozen=True, kw_only=True):
-    """Which of a rank's tensors are the same on all ranks.
-
-    `of_rank_0`: buffers that DDP copies from rank 0 before each forward, so rank 0's are the true ones.
-    `of_each_rank`: buffers that DDP was told to leave alone (`broadcast_buffers=False`). Names are dotted paths in
-    the state tree.
-    """
-
-    is_replicated: bool
-    of_rank_0: frozenset[str] = frozenset()
-    of_each_rank: frozenset[str] = frozenset()
-
-
-def replication(parts: Mapping[str, Any], *, world_size: int) -> Replication:
-    """Known for DDP and for a single rank; for anything else each rank keeps its own."""
-    model = parts.get("model")
-    if world_size == 1:
-        return Replication(is_replicated=True)
-    if not isinstance(model, DistributedDataParallel):
-        return Replication(is_replicated=False)
-    buffers = frozenset(f"model.{name}" for name, _ in cast("Any", model).module.named_buffers())
-    if model.broadcast_buffers:
-        return Replication(is_replicated=True, of_rank_0=buffers)
-    return Replication(is_replicated=True, of_each_rank=buffers)
-
-
 def num_parameters(model: Any) -> int:
-    return sum(parameter.numel() for parameter in _unwrapped(model).parameters())
-
-
-def _unwrapped(part: Any) -> Any:
-    """DDP's inner module, so that a checkpoint loads without DDP too."""
-    return cast("Any", part).module if isinstance(part, DistributedDataParallel) else part
+    return sum(parameter.numel() for parameter in unwrapped(model).parameters())
 
 
 def rng_state() -> dict[str, Any]:
@@ -190,6 +194,21 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all([item.clone() for item in state["cuda"]])
 
 
+def _load(part: Any, tree: Any, parts: Mapping[str, Any]) -> None:
+    """Put a part's tree back, this rank's parts of DTensors in place."""
+    if isinstance(part, torch.optim.Optimizer):
+        load_optimizer(part, tree, parameter_names(parts))
+        return
+    inner = unwrapped(part)
+    if isinstance(inner, torch.nn.Module):
+        live = inner.state_dict()
+        tree = {
+            key: as_dtensor(value, live[key]) if isinstance(live.get(key), DTensor) else value
+            for key, value in tree.items()
+        }
+    inner.load_state_dict(tree)
+
+
 def is_array(value: object) -> bool:
     """Is it a block of plain numbers? Sparse and quantized tensors and arrays of objects are not."""
     if isinstance(value, torch.Tensor):
@@ -197,10 +216,10 @@ def is_array(value: object) -> bool:
     return isinstance(value, numpy.ndarray) and cast("Any", value).dtype.kind in "biufcmMSU"
 
 
-def lay_out(leaves: tuple[Leaf, ...]) -> tuple[tuple[TensorRecord, ...], int]:
+def lay_out(leaves: tuple[Leaf, ...], extents: Sequence[Extent | None]) -> tuple[tuple[TensorRecord, ...], int]:
     records: list[TensorRecord] = []
     offset = 0
-    for leaf in leaves:
+    for leaf, extent in zip(leaves, extents, strict=True):
         value = leaf.value
         is_torch = isinstance(value, torch.Tensor)
         num_bytes = value.numel() * value.element_size() if is_torch else value.nbytes
@@ -208,7 +227,7 @@ def lay_out(leaves: tuple[Leaf, ...]) -> tuple[tuple[TensorRecord, ...], int]:
         kind = "torch" if is_torch else "numpy"
         if num_bytes >= _LARGE_BYTES:
             offset = _aligned(offset, to_bytes=_PAGE_BYTES)
-        records.append(TensorRecord(kind, dtype, tuple(value.shape), offset, num_bytes, leaf.path))
+        records.append(TensorRecord(kind, dtype, tuple(value.shape), offset, num_bytes, leaf.path, extent))
         offset = _aligned(offset + num_bytes)
     return tuple(records), offset
 

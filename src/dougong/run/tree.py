@@ -17,22 +17,24 @@ from dougong.errors import UserError
 
 _PLAIN = (bool, float, str, bytes, type(None))
 _INT_LIMIT = 2**63
+_Path = tuple[str | int, ...]
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """A leaf and where it stands in the tree."""
+    """A leaf and where it stands in the tree; `key_path` is that in DCP's manner: keys as text, numbers for places."""
 
     path: tuple[str | int, ...]
     value: Any
+    key_path: tuple[str | int, ...]
 
 
 def dismantle(tree: object, *, is_leaf: Callable[[object], bool]) -> tuple[bytes, tuple[Leaf, ...]]:
     """The skeleton of a tree, and its leaves in the order of the walk. Raises UserError for other types."""
     leaves: list[Leaf] = []
 
-    def walk(value: object, path: tuple[str | int, ...]) -> object:
+    def walk(value: object, path: _Path, key_path: _Path) -> object:
         if is_leaf(value):
-            leaves.append(Leaf(path, value))
+            leaves.append(Leaf(path, value, key_path))
             return ["x", len(leaves) - 1]
         kind: type[object] = type(value)
         if isinstance(value, _PLAIN) and type(value) in _PLAIN:
@@ -41,23 +43,24 @@ def dismantle(tree: object, *, is_leaf: Callable[[object], bool]) -> tuple[bytes
             return value if -_INT_LIMIT <= value < _INT_LIMIT else ["i", str(value)]
         if isinstance(value, dict):
             pairs = [
-                [walk(key, path), walk(item, (*path, _step(key)))]
+                [walk(key, path, key_path), walk(item, (*path, _step(key)), (*key_path, str(key)))]
                 for key, item in cast("dict[Any, Any]", value).items()
             ]
             return ["o" if isinstance(value, OrderedDict) else "d", pairs]
         if kind is list or kind is tuple:
-            items = [walk(item, (*path, index)) for index, item in enumerate(cast("Sequence[object]", value))]
+            content = enumerate(cast("Sequence[object]", value))
+            items = [walk(item, (*path, index), (*key_path, index)) for index, item in content]
             return ["l" if kind is list else "t", items]
         scalar = cast("Any", value)
         if hasattr(scalar, "item") and getattr(scalar, "shape", None) == ():
-            return walk(scalar.item(), path)  # of NumPy
+            return walk(scalar.item(), path, key_path)  # of NumPy
         raise UserError(
             f"a {type(value).__module__}.{type(value).__qualname__} in the state cannot be saved without pickle",
             where="state" + "".join(f"[{part!r}]" for part in path),
             mend="keep tensors, arrays, numbers, strings, lists, tuples and dicts in the objects given to attach()",
         )
 
-    return msgspec.msgpack.encode(walk(tree, ())), tuple(leaves)
+    return msgspec.msgpack.encode(walk(tree, (), ())), tuple(leaves)
 
 
 def assemble(skeleton: bytes, leaves: Sequence[object]) -> Any:

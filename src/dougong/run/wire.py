@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from dougong.errors import WorldError
-from dougong.run.letters import AgentLetter, WorkerLetter
+from dougong.run.letters import AgentLetter, Skip, WorkerLetter
 from dougong.run.page import StepRecord
 
 _MAX_FRAME_BYTES = 64 * 2**20
@@ -60,6 +60,31 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
     is_verified: bool = False
 
 
+class CopyStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy that a node keeps of a rank's memory checkpoint, whose checksum was compared when it arrived.
+
+    `owner` is the node where the rank ran: this one or another.
+    """
+
+    owner: str
+    snapshot: SnapshotStatus
+
+
+class CourierAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the courier of a node answers."""
+
+    component: str
+    host: str
+    port: int
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """From whose memory a rank takes its state, when its own node's own memory lacks it."""
+
+    rank: int
+    courier: CourierAddress
+
+
 class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):
     """A worker that an agent has in its hands."""
 
@@ -88,6 +113,9 @@ class Hello(ToController, frozen=True, kw_only=True):
     workers: tuple[RunningWorker, ...]
     snapshots: tuple[SnapshotStatus, ...]
     protocol: int = PROTOCOL_VERSION
+    courier_port: int = 0
+    """Where the node's courier answers; 0 = it is not up (yet)."""
+    copies: tuple[CopyStatus, ...] = ()
     link_port: int = 0
     """At which the agents of other nodes may knock; 0 = at none."""
 
@@ -131,8 +159,19 @@ class Launched(ToController, frozen=True, kw_only=True):
 
 
 class LaunchFailed(ToController, frozen=True, kw_only=True):
+    """The ranks were not started. `bad_origin`: its copy could not be had, so another source must be chosen."""
+
     generation: int
     reason: str
+    bad_origin: Origin | None = None
+
+
+class CopiesHeld(ToController, frozen=True, kw_only=True):
+    """The copies that the node keeps by now; said whenever that changes. `problem`: why one could not be made."""
+
+    courier_port: int
+    copies: tuple[CopyStatus, ...]
+    problem: str = ""
 
 
 class Killed(ToController, frozen=True, kw_only=True):
@@ -145,6 +184,19 @@ class Killed(ToController, frozen=True, kw_only=True):
     snapshots: tuple[SnapshotStatus, ...]
     free_port: int
     undead: tuple[int, ...] = ()
+    """Ranks that SIGKILL has not ended within the time for it, in order with `undead_states`."""
+    undead_states: tuple[str, ...] = ()
+    """As in /proc: "D" = the kernel waits for a device or a file system, and nothing can interrupt it."""
+    copies: tuple[CopyStatus, ...] = ()
+
+
+class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What could be had of one rank: its Python stacks, its threads as the kernel sees them, its last collectives."""
+
+    rank: int
+    stack: str
+    threads: str
+    flight: str
 
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,14 +215,37 @@ class LinksProbed(ToController, frozen=True, kw_only=True):
 
 
 class StacksTaken(ToController, frozen=True, kw_only=True):
-    """The stacks of the node's ranks: (rank, text)."""
+    """The evidence of the node's ranks."""
 
     generation: int
-    stacks: tuple[tuple[int, str], ...]
+    ranks: tuple[RankEvidence, ...]
+
+
+class Preflighted(ToController, frozen=True, kw_only=True):
+    """How the node did in one stage of a pre-flight: its slowest rank. `failure` "" = it ended well."""
+
+    serial: int
+    stage: int
+    free_port: int
+    flop_per_s: float | None = None
+    bytes_per_s: float | None = None
+    is_exact: bool = True
+    failure: str = ""
 
 
 AgentMessage = (
-    Hello | Status | Steps | Received | WorkerEnded | Launched | LaunchFailed | Killed | StacksTaken | LinksProbed
+    Hello
+    | Status
+    | Steps
+    | Received
+    | WorkerEnded
+    | Launched
+    | LaunchFailed
+    | Killed
+    | StacksTaken
+    | CopiesHeld
+    | Preflighted
+    | LinksProbed
 )
 
 
@@ -190,6 +265,11 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     generation: int = 0
     """That wrote a memory checkpoint."""
+    world_size: int = 0
+    """Of the ranks that saved it; 0 = as many as now, or as the checkpoint says."""
+    origins: tuple[Origin, ...] = ()
+    """Of the ranks whose state is brought into their node's memory before they start."""
+    skips: tuple[Skip, ...] = ()
 
 
 class Welcome(ToAgent, frozen=True, kw_only=True):
@@ -246,11 +326,44 @@ class StopAt(ToAgent, frozen=True, kw_only=True):
     step: int
 
 
+class HoldSaves(ToAgent, frozen=True, kw_only=True):
+    """No rank takes a checkpoint up to this step: the loss of one of them is bad."""
+
+    until_step: int
+
+
 class Deliver(ToAgent, frozen=True, kw_only=True):
     """A letter for a worker."""
 
     rank: int
     letter: AgentLetter
+
+
+class CopyOrder(ToAgent, frozen=True, kw_only=True):
+    """What the courier is to copy, and to whom.
+
+    Of each rank the first memory checkpoint of `generation` at or after `from_step`, one for each `round`; 0 = none.
+    All nodes get the same, so that the copies of all ranks are of one step. The copies of the anchor, the newest step
+    of which every rank has one, are not written over.
+    """
+
+    generation: int
+    round: int
+    from_step: int
+    anchor_generation: int
+    anchor_step: int
+    peers: tuple[CourierAddress, ...]
+
+
+class Preflight(ToAgent, frozen=True, kw_only=True):
+    """Test this node: stage 0 alone, later stages together with another one. `node_index` 0 holds the store."""
+
+    serial: int
+    stage: int
+    timeout_s: float
+    node_index: int = 0
+    master_address: str = ""
+    master_port: int = 0
 
 
 class Dismiss(ToAgent, frozen=True, kw_only=True):
@@ -259,7 +372,9 @@ class Dismiss(ToAgent, frozen=True, kw_only=True):
     is_memory_kept: bool
 
 
-ControllerMessage = Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | Dismiss | ProbeLinks
+ControllerMessage = (
+    Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | CopyOrder | Dismiss | Preflight | HoldSaves | ProbeLinks
+)
 
 
 class Connection:
@@ -331,7 +446,7 @@ async def _handshake(
     try:
         async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
             other_nonce = await reader.readexactly(_NONCE_BYTES)
-            writer.write(_proof(token, own_role, other_nonce))
+            writer.write(proof_of(token, own_role, other_nonce))
             proof = await reader.readexactly(hashlib.sha256().digest_size)
     except (asyncio.IncompleteReadError, TimeoutError, OSError) as error:
         writer.close()
@@ -339,13 +454,14 @@ async def _handshake(
     except asyncio.CancelledError:
         writer.close()
         raise
-    if not hmac.compare_digest(proof, _proof(token, other_role, own_nonce)):
+    if not hmac.compare_digest(proof, proof_of(token, other_role, own_nonce)):
         writer.close()
         raise WireBroken("the other side does not know this run's token")
     return Connection(reader, writer)
 
 
-def _proof(token: bytes, role: bytes, nonce: bytes) -> bytes:
+def proof_of(token: bytes, role: bytes, nonce: bytes) -> bytes:
+    """The answer to a nonce by who knows the token."""
     return hmac.digest(token, role + b":" + nonce, "sha256")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from dougong.run.flight import answer_asks
 from dougong.run.fork import ForkRequest
 from dougong.run.letters import ErrorRaised, ScriptEnded, post
 from dougong.run.page import ControlFault, Page, Phase, StepRecord
@@ -41,6 +42,7 @@ def run_worker(request: ForkRequest) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _name_process(f"rank{place.rank}")
     if "torch" in sys.modules:
+        answer_asks(page, place.node.flight(place.rank))
         _watch_optimizer(page, place)
     try:
         _run_script(request.command)
@@ -64,10 +66,10 @@ def is_broken_collective(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(mark in text for mark in _BROKEN_MARKS)
 
 
-def do_control_fault(page: Page) -> None:
-    """Do the fault that a chaos schedule asked this rank for, if any."""
-    match page.take_fault():
-        case ControlFault.NONE:
+def do_control_fault(fault: ControlFault) -> None:
+    """Do the fault that a chaos schedule asked this rank for, if any; what it takes the model for is done elsewhere."""
+    match fault:
+        case ControlFault.NONE | ControlFault.FLIP:
             return
         case ControlFault.HANG:
             lock = threading.Lock()
@@ -89,7 +91,11 @@ def _run_script(command: tuple[str, ...]) -> None:
 
 
 def _watch_optimizer(page: Page, place: WorkerPlace) -> None:
-    """Count optimizer steps as heartbeats, for scripts that do not attach. Only the first optimizer seen counts."""
+    """Count optimizer steps as heartbeats, for scripts that do not attach. Only the first optimizer seen counts.
+
+    An optimizer that keeps a count of its own, as those of the Adam family do, tells at its first step where the script
+    has resumed, and so which steps are done again.
+    """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     first: list[int] = []
@@ -103,9 +109,10 @@ def _watch_optimizer(page: Page, place: WorkerPlace) -> None:
         if id(optimizer) != first[0]:
             return
         now_ns = time.monotonic_ns()
+        step = page.step + 1 if page.step else max(1, _own_count(optimizer))
         page.finish_step(
             StepRecord(
-                step=page.step + 1,
+                step=step,
                 begin_ns=began_ns[0],
                 end_ns=now_ns,
                 data_wait_ns=0,
@@ -118,9 +125,15 @@ def _watch_optimizer(page: Page, place: WorkerPlace) -> None:
         page.enter(Phase.STEP, now_ns=now_ns)
         began_ns[0] = now_ns
         if place.is_chaos:
-            do_control_fault(page)
+            do_control_fault(page.take_fault())
 
     register_optimizer_step_post_hook(after_step)
+
+
+def _own_count(optimizer: torch.optim.Optimizer) -> int:
+    """The steps that the optimizer itself has counted, those before a restart included; 0 if it does not count."""
+    state: Any = next(iter(optimizer.state.values()), None)
+    return int(state["step"]) if state and "step" in state else 0
 
 
 def _leave(page: Page, place: WorkerPlace, exit_code: int) -> int:

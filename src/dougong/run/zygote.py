@@ -31,6 +31,10 @@ def main() -> NoReturn:
     request = _serve()
     if request is None:
         sys.exit(0)
+    if request.entry == "preflight":
+        from dougong.run.preflight_worker import main as test_node
+
+        sys.exit(test_node())
     from dougong.run.worker import run_worker
 
     sys.exit(run_worker(request))

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -58,7 +58,9 @@ class ZygoteLink:
         while self._process is old:
             await asyncio.sleep(_POLL_S)
 
-    async def fork(self, *, variables: dict[str, str], log_path: Path) -> int:
+    async def fork(
+        self, *, variables: dict[str, str], log_path: Path, entry: Literal["script", "preflight"] = "script"
+    ) -> int:
         """The pid of a new worker. Raises ConnectionError if the zygote dies over it."""
         if self._process is None or self._process.stdin is None:
             raise ConnectionError("there is no zygote")
@@ -69,6 +71,7 @@ class ZygoteLink:
             command=self._settings.command,
             working_directory=self._settings.working_directory,
             log_path=str(log_path),
+            entry=entry,
         )
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._requests[request.request] = future

@@ -12,11 +12,13 @@ import msgspec
 from dougong.event.kinds import (
     AgentLost,
     AgentReturned,
+    BatchesSkipped,
     Cause,
     CheckpointDeleted,
     CheckpointRejected,
     CheckpointSaved,
     ControllerStarted,
+    CorruptionSuspected,
     FaultInjected,
     GenerationStarted,
     JobCreated,
@@ -27,15 +29,24 @@ from dougong.event.kinds import (
     JobStopped,
     LinkCut,
     LinkHealed,
+    LinkSuspected,
     ModelDescribed,
     NodeJoined,
     NodeLost,
+    NodeQuarantined,
     NodeRepaired,
     PeakDescribed,
+    PeersChosen,
+    PreflightDone,
     Recorded,
     RecoveryDecided,
+    ReplicasCompared,
+    SnapshotRefused,
     StateRestored,
     StepFinished,
+    StorageFailing,
+    StorageRecovered,
+    StragglerNamed,
     Unknown,
     WarningRaised,
     WebhookSent,
@@ -134,7 +145,7 @@ class JobFold:
                 self.num_rejected_checkpoints += 1
             case NodeJoined():
                 self.inventory.join(event.component, num_accelerators=event.num_accelerators, now_ns=now_ns)
-            case NodeLost():
+            case NodeLost() | NodeQuarantined():
                 self.inventory.lose(event.component, now_ns=now_ns)
             case NodeRepaired():
                 self.inventory.repair(event.component, now_ns=now_ns)
@@ -149,7 +160,17 @@ class JobFold:
                 | LinkCut()
                 | LinkHealed()
                 | WebhookSent()
+                | PeersChosen()
                 | WarningRaised()
+                | StorageFailing()
+                | StorageRecovered()
+                | PreflightDone()
+                | LinkSuspected()
+                | SnapshotRefused()
+                | BatchesSkipped()
+                | StragglerNamed()
+                | CorruptionSuspected()
+                | ReplicasCompared()
             ):
                 pass
             case _:

@@ -19,6 +19,7 @@ FaultKind = Literal[
     "stop-worker",  # SIGSTOP to one rank
     "hang-worker",  # one rank takes a lock that is never released
     "raise-worker",  # one rank raises a Python exception
+    "flip-bit",  # one bit of one rank's parameters flips, without a word
     "slow-worker",  # one rank is stopped for a share of every tenth of a second: a straggler
     "kill-node",  # an agent with all its workers
     "return-node",  # a node killed earlier can be used again
@@ -42,6 +43,7 @@ _TAKES: dict[FaultKind, tuple[str, ...]] = {
     "stop-worker": ("rank", "for_s"),
     "hang-worker": ("rank",),
     "raise-worker": ("rank",),
+    "flip-bit": ("rank",),
     "slow-worker": ("rank", "for_s", "stopped_ratio"),
     "kill-node": ("node",),
     "return-node": ("node",),

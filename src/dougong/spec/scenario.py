@@ -28,6 +28,7 @@ CauseClass = Literal[
     "host",
     "software",
     "silent-corruption",
+    "straggler",
     "maintenance",
     "unknown",
 ]

@@ -43,9 +43,10 @@ def main() -> None:
     parser.add_argument("--save-disk", type=float, default=0.0)
     parser.add_argument("--slow-first", type=float, default=0.0)
     parser.add_argument("--fail-at", type=int, default=0)
+    parser.add_argument("--replaceable", action="store_true", help="ranks can stay when a peer is replaced")
     options = parser.parse_args()
 
-    dist.init_process_group("gloo")
+    dougong.init_process_group() if options.replaceable else dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(3 + rank)
     numpy.random.seed(3 + rank)

@@ -36,6 +36,26 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """The main thread waits for a lock without a time limit, and no other thread waits for a peer, file or child."""
 
 
+class ThreadReading(msgspec.Struct, frozen=True, kw_only=True):
+    """A thread at one moment. `waits_in`: the kernel's function (wchan), "" = it runs, or the kernel does not say."""
+
+    thread: int
+    name: str
+    state: str
+    cpu_s: float
+    waits_in: str
+
+
+def threads(pid: int) -> tuple[ThreadReading, ...]:
+    """The threads of a process, the main one first; () if it is gone."""
+    try:
+        numbers = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return ()
+    readings = (_read_thread(pid, number) for number in numbers)
+    return tuple(reading for reading in readings if reading is not None)
+
+
 def start_ticks(pid: int) -> int | None:
     """When the process started, in clock ticks since boot; None if there is none. A pid alone may be reused."""
     fields = _stat_fields(pid)
@@ -128,6 +148,27 @@ def _stat_fields(pid: int) -> list[str] | None:
     except (OSError, ProcessLookupError):
         return None
     return text[text.rindex(")") + 2 :].split()
+
+
+def _read_thread(pid: int, thread: int) -> ThreadReading | None:
+    folder = Path(f"/proc/{pid}/task/{thread}")
+    try:
+        text = (folder / "stat").read_text(errors="replace")
+        name = (folder / "comm").read_text(errors="replace").strip()
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()
+    try:
+        waits_in = (folder / "wchan").read_text(errors="replace").strip()
+    except OSError:  # only the owner and root may ask
+        waits_in = ""
+    return ThreadReading(
+        thread=thread,
+        name=name,
+        state=fields[0],
+        cpu_s=(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
+        waits_in="" if waits_in == "0" else waits_in,
+    )
 
 
 def _cpu_ticks(fields: list[str]) -> int:

@@ -1,0 +1,3 @@
+from dougong.run.frameworks.dlrover import Checkpointer, StorageType
+
+__all__ = ["Checkpointer", "StorageType"]

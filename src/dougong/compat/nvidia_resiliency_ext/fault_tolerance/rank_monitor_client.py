@@ -1,0 +1,3 @@
+from dougong.run.frameworks.nvrx import RankMonitorClient, RankMonitorClientError
+
+__all__ = ["RankMonitorClient", "RankMonitorClientError"]
