@@ -120,7 +120,7 @@ class Agent:
         self._node.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         fill_reserve(self._node.root)
         self._adopt()
-        self._link_port = await self._links.open(_listen_host(self._settings))
+        self._link_port = await self._links.open(self._settings.node_host)
         await self._zygote.start()
         await self._writer.take_over()
         watch = asyncio.create_task(self._watch())
@@ -175,7 +175,7 @@ class Agent:
             component=self._component,
             pid=os.getpid(),
             address=own_host,
-            free_port=free_port(_listen_host(self._settings)),
+            free_port=free_port(self._settings.node_host),
             workers=tuple(worker.worker for worker in self._workers.values()),
             snapshots=snapshots_in(self._node, is_verified=False),
             courier_port=self._courier.held.courier_port,
@@ -495,7 +495,7 @@ class Agent:
             wire.Killed(
                 generation=order.generation,
                 snapshots=snapshots_in(self._node, is_verified=False),
-                free_port=free_port(_listen_host(self._settings)),
+                free_port=free_port(self._settings.node_host),
                 undead=tuple(worker.rank for worker in alive),
                 undead_states=tuple("?" if reading is None else reading.state for reading in states),
                 copies=CopyStore(self._node).held(),  # a rank may have found one damaged meanwhile
@@ -537,7 +537,7 @@ class Agent:
 
     async def _preflight(self, order: wire.Preflight) -> None:
         answer = await probe(order, node=self._node, run=self._run, settings=self._settings, zygote=self._zygote)
-        port = free_port(_listen_host(self._settings))
+        port = free_port(self._settings.node_host)
         self._tell(msgspec.structs.replace(answer, free_port=port), is_kept=False)
 
     async def _leave(self, *, is_memory_kept: bool) -> None:
@@ -594,10 +594,6 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
-
-
-def _listen_host(settings: RunSettings) -> str:
-    return "127.0.0.1" if settings.backend == "local" and not settings.has_networks else ""
 
 
 def _shifted(record: StepRecord, offset_ns: int) -> StepRecord:
