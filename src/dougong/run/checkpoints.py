@@ -52,12 +52,12 @@ class _Gathered(msgspec.Struct):
 class CheckpointDesk:
     """Gathers the shards of one generation's checkpoints; commits when all ranks and the metadata are there."""
 
-    def __init__(self, settings: RunSettings, *, clock: Clock) -> None:
+    def __init__(self, settings: RunSettings, *, clock: Clock, world_size: int | None = None) -> None:
         self._settings = settings
         self._clock = clock
         self._generation = 0
         self.last_durable_step = 0
-        self._world_size = settings.world_size
+        self._world_size = world_size or settings.world_size
         self._steps: dict[int, _Gathered] = {}
         self._over_step = 0
         self._alarm = StorageAlarm(settings.checkpoint_url)

@@ -139,7 +139,7 @@ class Controller:
             on_message=self._hear,
             on_gone=self._disconnected,
         )
-        self._desk = CheckpointDesk(settings, clock=clock)
+        self._desk = CheckpointDesk(settings, clock=clock, world_size=len(history.placement) or settings.world_size)
         self._saves = SaveDesk(settings, history, now_s=now_s)
         self._copies = CopyRounds(settings, self._nodes)
         self._fitness = Fitness(
@@ -211,7 +211,9 @@ class Controller:
             self._become("tearing-down" if self._history.is_broken else "running")
         if self._history.generation > 0:
             self._progress.begin_generation(
-                self._generation, world_size=settings.world_size, last_step=self._history.last_step
+                self._generation,
+                world_size=len(self._placement) or settings.world_size,
+                last_step=self._history.last_step,
             )
         self._log.commit()
 
