@@ -205,9 +205,32 @@ def _month(result: Result) -> str:
     return f"simulated in {result['simulate_s']:.2f} s, scored in {result['score_s']:.2f} s"
 
 
+def _of_row(start: str) -> Callable[[Result], str]:
+    """The row whose name begins so, with its range where there were several."""
+
+    def read(result: Result) -> str:
+        row = next(row for row in result["rows"] if row["name"].startswith(start))
+        value = f"{row['ours']:.1%}" if not row["unit"] else f"{row['ours']:.3g} {row['unit']}"
+        return f"{value} ({row['range'][0]:.2f}–{row['range'][1]:.2f})" if row["num"] > 1 else value
+
+    return read
+
+
+def _effective(name: str) -> Callable[[Result], str]:
+    def read(result: Result) -> str:
+        row = next(row for row in result["rows"] if row["name"] == name)
+        return f"{row['ours']:.2%}, {row['lost_h']:.1f} h lost"
+
+    return read
+
+
 def _campaign(result: Result) -> str:
     passed = result["num_sequences"] - result["num_failed"]
     return f"{passed} of {result['num_sequences']} sequences, {result['num_faults']} faults"
+
+
+def _seconds(value_s: float, range_s: list[float]) -> str:
+    return f"{value_s:.2f} s ({range_s[0]:.2f}–{range_s[1]:.2f})"
 
 
 ROWS = (
@@ -301,6 +324,83 @@ ROWS = (
         lambda result: "an undisturbed run",
         "all",
         _campaign,
+    ),
+    Row(
+        "256 agents on this machine: the controller at rest",
+        "scale_agents",
+        lambda result: "a core",
+        "less than 20 %",
+        _of_row("controller at rest"),
+    ),
+    Row(
+        "the same: a killed worker is found",
+        "scale_agents",
+        lambda result: "–",
+        "within 1 s",
+        _of_row("killed worker"),
+    ),
+    Row(
+        "the same: a stopped worker is found",
+        "scale_agents",
+        lambda result: "the rule: stopped for 1 s",
+        "within 3 s",
+        _of_row("stopped worker"),
+    ),
+    Row(
+        "the same: loss → every rank started and restored",
+        "scale_agents",
+        lambda result: "–",
+        "within 5 s",
+        _of_row("storm: loss → every rank"),
+    ),
+    Row(
+        "10,000 agents in virtual time: the controller at rest",
+        "scale_sim",
+        lambda result: "a core",
+        "less than a core",
+        _of_row("controller at rest"),
+    ),
+    Row(
+        "the same: a killed worker is found",
+        "scale_sim",
+        lambda result: "–",
+        "within 1 s",
+        _of_row("killed worker → found"),
+    ),
+    Row(
+        "the same: CPU time of a restart of all ranks",
+        "scale_sim",
+        lambda result: "–",
+        "within 30 s",
+        _of_row("killed worker: CPU time"),
+    ),
+    Row(
+        "4,000 cards for 20 days on `sim`, saved every minute",
+        "practices",
+        _effective("4,000 cards, 20 days: every 15 min, saves that block"),
+        "99 % effective",
+        _effective("4,000 cards, 20 days: every 1 min, saves beside training"),
+    ),
+    Row(
+        "10,000 cards for 30 days on `sim`",
+        "practices",
+        _effective("10,000 cards, 30 days: torchrun, torch.save its best interval"),
+        "99 % effective",
+        _effective("10,000 cards, 30 days: dougong"),
+    ),
+    Row(
+        "16,384 cards for 30 days on `sim`, a fault every 2.8 h",
+        "practices",
+        _effective("16,384 cards, 30 days: torchrun, torch.save its best interval"),
+        "99 % effective",
+        _effective("16,384 cards, 30 days: dougong"),
+    ),
+    Row(
+        "2 ranks of 1.1 GB on disk, synced and checksummed",
+        "durable_write",
+        lambda result: f"raw O_DIRECT writes: {_seconds(result['floor_s'], result['floor_s_range'])}",
+        "at most 2 s",
+        lambda result: _seconds(result["writer_s"], result["writer_s_range"]),
     ),
     Row(
         "CPU time of `dougong --help`",

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dougong.cost.flops import TransformerShape, hardware_flop_per_token, model_flop_per_token
+from dougong.cost.interval import daly_interval_s, young_interval_s
 from dougong.cost.reliability import (
     chi_square_quantile,
     failures_per_1000_node_days,
     job_mttf_s,
     mtbf_interval_s,
 )
-from dougong.units import DAY_S, HOUR_S
+from dougong.units import DAY_S, HOUR_S, MINUTE_S
 
 TABLE = Path(__file__).with_name("formulas.csv")
 
@@ -83,6 +84,8 @@ FORMULAS: dict[str, Callable[..., float]] = {
     "job_mttf_h": lambda **inputs: job_mttf_s(**inputs) / HOUR_S,
     "chi_square_quantile": lambda *, probability, degrees: chi_square_quantile(probability, degrees=degrees),
     "mtbf_lower_s": lambda *, operating_s, num_failures: mtbf_interval_s(operating_s, num_failures=num_failures)[0],
+    "young_interval_min": lambda **inputs: young_interval_s(**inputs) / MINUTE_S,
+    "daly_interval_min": lambda **inputs: daly_interval_s(**inputs) / MINUTE_S,
     "mfu": _mfu,
     "hfu_attention": _hfu_attention,
     "training_days_full_recomputation": _training_days,

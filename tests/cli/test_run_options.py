@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from dougong.cli import run_options
 from dougong.cli.run import run
-from dougong.cli.run_options import Membership, RunOptions, Shape, endpoint, membership, shape, slurm_hosts
+from dougong.cli.run_options import Membership, RunOptions, Shape, endpoint, membership, mtbf_s, shape, slurm_hosts
 from dougong.errors import UserError
 
 
@@ -255,3 +255,16 @@ def test_a_node_list_that_cannot_be_read_is_a_mistake_that_shows_it(text: str) -
     with pytest.raises(UserError) as caught:
         slurm_hosts(text)
     assert text in caught.value.what
+
+
+def test_the_time_between_failures_is_a_duration() -> None:
+    assert mtbf_s(options()) == 0.0
+    assert mtbf_s(options(mtbf="3h")) == 10_800.0
+    for wrong in ("often", "0h", "3 parsecs"):
+        with pytest.raises(UserError):
+            mtbf_s(options(mtbf=wrong))
+
+
+def test_the_time_between_failures_has_no_effect_on_intervals_that_were_told() -> None:
+    assert options(mtbf="3h").without_effect == ("--mtbf",)
+    assert options(mtbf="3h", memory_every=0).without_effect == ()

@@ -61,17 +61,6 @@ def test_no_failure_bounds_the_mtbf_from_below_only() -> None:
     assert one_sided_s == pytest.approx(3600 / 2.996, rel=1e-3)
 
 
-def test_the_young_daly_interval_is_where_the_closed_form_is_best() -> None:
-    mttf_s, stall_s = 100_000.0, 5.0
-    best_s = reliability.young_daly_interval_s(stall_s=stall_s, mttf_s=mttf_s)
-
-    def ettr(interval_s: float) -> float:
-        return reliability.expected_ettr(mttf_s=mttf_s, interval_s=interval_s, stall_s=stall_s, restart_s=60)
-
-    assert ettr(best_s) > ettr(best_s * 0.9)
-    assert ettr(best_s) > ettr(best_s * 1.1)
-
-
 @given(
     st.floats(min_value=1e4, max_value=1e7),
     st.floats(min_value=0.001, max_value=0.02),

@@ -16,6 +16,7 @@ from dougong.event.kinds import (
     NodeJoined,
     NodeLost,
     NodeRepaired,
+    PreflightDone,
     RecoveryDecided,
     StateRestored,
     WorkerLost,
@@ -42,6 +43,8 @@ def test_a_node_that_comes_back_is_a_spare_again_and_takes_over_when_it_is_neede
     assert_same(done, quiet_run)
     assert [event.component for event in done.events(NodeRepaired)] == [SECOND]
     assert [event.role for event in done.events(NodeJoined) if event.component == SECOND] == ["active", "spare"]
+    (tested,) = done.events(PreflightDone)
+    assert [node.component for node in tested.nodes] == [SECOND], "before it was given work"
     last = done.events(GenerationStarted)[-1]
     assert [placed.component for placed in last.placement] == [SECOND, THIRD]
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dougong.run.page import ControlFault, Page, Phase, StepRecord
+from dougong.run.page import ControlFault, Page, Phase, SaveOrder, SaveTimes, StepRecord
 
 RING = 960
 WRITER = """
 import sys
+import tempfile
 from pathlib import Path
 from dougong.run.page import Page, Phase, StepRecord
 page = Page.open(Path(sys.argv[1]))
@@ -163,3 +165,32 @@ def test_a_file_that_is_no_page_is_refused(content: bytes, path: Path) -> None:
 
 def test_a_page_can_be_closed(page: Page) -> None:
     page.close()
+
+
+@given(st.integers(0, 2**28 - 1), st.integers(1, 2**14 - 1), st.integers(1, 2**22 - 1))
+def test_an_order_to_save_is_one_word(from_step: int, memory: int, durable: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        page = Page.create(Path(folder) / "page", generation=1)
+        assert page.save_order is None
+        page.save_order = SaveOrder(from_step, memory, durable)
+        assert page.save_order == SaveOrder(from_step, memory, durable)
+        page.close()
+
+
+def test_a_rhythm_holds_until_the_step_at_which_the_next_begins() -> None:
+    times = SaveTimes(memory_every_steps=5, durable_every_steps=10)
+    saved: list[int] = []
+    orders = {1: None, 12: SaveOrder(16, 2, 8), 25: SaveOrder(30, 7, 14)}
+    order = None
+    for step in range(1, 36):
+        order = orders.get(step, order)
+        times.take(order, step=step)
+        saved += [step] if times.is_due(step) else []
+    assert saved == [5, 10, 15, *range(16, 30, 2), 35]
+    assert [step for step in saved if times.is_durable(step)] == [28]  # of the last rhythm
+
+
+def test_after_a_roll_back_the_announced_rhythm_holds_at_once() -> None:
+    times = SaveTimes(memory_every_steps=5, durable_every_steps=10)
+    times.take(SaveOrder(1000, 2, 4), step=None)
+    assert times.is_due(2) and times.is_durable(4) and not times.is_due(5)

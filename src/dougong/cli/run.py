@@ -21,14 +21,23 @@ import click
 @click.option("--resume", type=click.Path(path_type=Path), help="Go on with a stopped run; no script is given then.")
 @click.option("--checkpoint-dir", help="Path or fsspec URL of the durable checkpoints [default: in the run directory].")
 @click.option(
-    "--memory-every", type=click.IntRange(min=1), default=5, show_default=True, help="Steps between memory checkpoints."
+    "--memory-every",
+    type=click.IntRange(min=0),
+    default=5,
+    show_default=True,
+    help="Steps between memory checkpoints; 0 = chosen from what they cost and from the failures.",
 )
 @click.option(
     "--durable-every",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=0),
     default=50,
     show_default=True,
-    help="Steps between durable checkpoints.",
+    help="Steps between durable checkpoints; 0 = chosen likewise.",
+)
+@click.option(
+    "--mtbf",
+    metavar="DURATION",
+    help="Time between interruptions of the job, as far as known (3h), for intervals that are chosen.",
 )
 @click.option("--keep", type=click.IntRange(min=1), default=3, show_default=True, help="Durable checkpoints kept.")
 @click.option(

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from dougong.errors import UserError
+from dougong.units import parse_duration_s
 
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")
 
@@ -29,6 +30,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     memory_every: int = 5
     durable_every: int = 50
     keep: int = 3
+    mtbf: str | None = None
     checkpoint_key: Path | None = None
     retention_lock: str | None = None
     lock_key: Path | None = None
@@ -60,11 +62,13 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def without_effect(self) -> tuple[str, ...]:
         """The options given that change nothing here."""
-        names = ("rdzv_backend", "rdzv_conf", "master_addr", "monitor_interval", "log_dir")
+        names = ("rdzv_backend", "rdzv_conf", "master_addr", "monitor_interval", "log_dir", "mtbf")
         return tuple(f"--{name.replace('_', '-')}" for name in names if self._is_idle(name))
 
     def _is_idle(self, name: str) -> bool:
         if name == "master_addr" and self.node_rank is not None:
+            return False
+        if name == "mtbf" and not (self.memory_every and self.durable_every):
             return False
         return getattr(self, name) is not None
 
@@ -120,6 +124,19 @@ def shape(options: RunOptions, *, num_cpus: int) -> Shape:
         procs_per_node=options.procs_per_node or nproc or 1,
         min_nodes=fewest if fewest < num_nodes else 0,
     )
+
+
+def mtbf_s(options: RunOptions) -> float:
+    """`--mtbf` in seconds; 0 = not given. Raises UserError."""
+    if options.mtbf is None:
+        return 0.0
+    try:
+        duration_s = parse_duration_s(options.mtbf)
+    except ValueError as error:
+        raise UserError(str(error), where="--mtbf", mend="write for example 3h or 90min") from None
+    if duration_s <= 0:
+        raise UserError(f"{options.mtbf!r} is no time between failures", where="--mtbf", mend="give more than 0")
+    return duration_s
 
 
 def membership(options: RunOptions, environment: Mapping[str, str], *, num_nodes: int) -> Membership | None:

@@ -21,7 +21,7 @@ from dougong.backend.local.networks import check_networks
 from dougong.backend.nvml import NvmlProbe
 from dougong.cli.controller import local_nodes, node_networks
 from dougong.cli.launch import EXIT_STOPPED, Launcher, View, point_latest, wait_for_orphan
-from dougong.cli.run_options import RunOptions, Shape, membership, shape
+from dougong.cli.run_options import RunOptions, Shape, membership, mtbf_s, shape
 from dougong.cli.time_limit import requeue, stop_at_s
 from dougong.clock import SystemClock
 from dougong.errors import DougongError, MissingExtra, UserError
@@ -167,6 +167,7 @@ def settings_for(
             memory_every_steps=options.memory_every,
             durable_every_steps=options.durable_every,
             keep_durable=options.keep,
+            mtbf_s=mtbf_s(options),
             lock_s=_lock_s(options.retention_lock),
         ),
         checkpoint_url=_checkpoint_url(options, run),

@@ -37,14 +37,6 @@ def mtbf_interval_s(operating_s: float, *, num_failures: int, confidence: float 
     return lower_s, 2 * operating_s / chi_square_quantile(alpha / 2, degrees=2 * num_failures)
 
 
-def young_daly_interval_s(*, stall_s: float, mttf_s: float) -> float:
-    """Seconds of work between two checkpoints that cost `stall_s` each, for the least loss: sqrt(2 w M).
-
-    Source: Young, CACM 17(9), 1974; Daly, FGCS 22(3), 2006. Good while `stall_s` is much less than `mttf_s`.
-    """
-    return math.sqrt(2 * stall_s * mttf_s)
-
-
 def expected_ettr(*, mttf_s: float, interval_s: float, stall_s: float, restart_s: float) -> float:
     """The expected share of wall time that trains: (1 - (u0 + dt/2) / M) / (1 + w/dt).
 

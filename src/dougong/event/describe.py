@@ -83,6 +83,11 @@ def _sentence(event: kinds.AnyEvent | kinds.Unknown) -> str:
             return f"copies of {_count(len(event.keepers), 'node')} on others: {event.reason}"
         case kinds.WarningRaised():
             return f"warning: {event.text}"
+        case kinds.SaveRhythmChosen():
+            memory, durable = event.memory_every_steps, event.durable_every_steps
+            return (
+                f"saved every {memory} steps, durably every {durable}, from step {event.from_step} on: {event.reason}"
+            )
         case kinds.StorageFailing():
             what = "is too slow" if event.cause == "slow" else "fails"
             return f"storage {what} at step {event.step} ({event.cause}): {event.path}: {event.reason}; {event.mend}"

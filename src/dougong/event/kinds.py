@@ -446,6 +446,17 @@ class ReplicasCompared(Event, frozen=True, kw_only=True):
     step: int
 
 
+class SaveRhythmChosen(Event, frozen=True, kw_only=True):
+    """From step `from_step` on the ranks save after every so many steps. `mtbf_s` is what is believed of the job."""
+
+    generation: int
+    from_step: int
+    memory_every_steps: int
+    durable_every_steps: int
+    mtbf_s: float
+    reason: str
+
+
 AnyEvent = (
     JobCreated
     | JobStarted
@@ -486,6 +497,7 @@ AnyEvent = (
     | StragglerNamed
     | CorruptionSuspected
     | ReplicasCompared
+    | SaveRhythmChosen
 )
 
 

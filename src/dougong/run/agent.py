@@ -30,12 +30,13 @@ from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
 from dougong.run.letters import OrderPut, Rejoin, post, read_from_worker, unread
 from dougong.run.links import LinkDoor
 from dougong.run.log_continuation import log_variables
-from dougong.run.page import Page, Phase, StepRecord
+from dougong.run.page import Page, Phase, SaveOrder, StepRecord
 from dougong.run.place import place_of, torchrun_variables, worker_variables
 from dougong.run.probe import probe
 from dougong.run.reserve import fill_reserve, with_reserve
 from dougong.run.settings import RunSettings
 from dougong.run.snapshot import SnapshotFiles
+from dougong.run.status_rhythm import fleet_rhythm, is_news
 from dougong.run.writer_link import WriterLink
 from dougong.run.zygote_link import ZygoteLink
 
@@ -79,6 +80,7 @@ class Agent:
         settings: RunSettings,
         token: bytes,
         clock: Clock,
+        link_of: type[ZygoteLink] = ZygoteLink,
     ) -> None:
         self._component = component
         self._run = run
@@ -90,7 +92,7 @@ class Agent:
         self._connection: wire.Connection | None = None
         self._told: list[wire.ToController] = []
         log_path = run.logs / f"zygote-{component.rsplit('/', 1)[-1]}.log"
-        self._zygote = ZygoteLink(settings, log_path=log_path, spawn=self._spawn)
+        self._zygote = link_of(settings, log_path=log_path, spawn=self._spawn)
         writer_log = log_path.with_name(log_path.name.replace("zygote-", "writer-", 1))
         self._writer = WriterLink(settings, node=node, log_path=writer_log, spawn=self._spawn)
         courier_log = run.logs / f"courier-{component.rsplit('/', 1)[-1]}.log"
@@ -109,6 +111,8 @@ class Agent:
         self._is_dismissed = False
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._told_ranks: tuple[wire.RankStatus, ...] = ()
+        self._told_on: wire.Connection | None = None
         self._last_contact_s = clock.monotonic_ns() / 1e9
 
     async def run(self) -> None:
@@ -118,7 +122,7 @@ class Agent:
         self._adopt()
         self._link_port = await self._links.open(self._settings.node_host)
         await self._zygote.start()
-        await self._writer.start()
+        await self._writer.take_over()
         watch = asyncio.create_task(self._watch())
         watch.add_done_callback(self._on_task_done)
         try:
@@ -203,6 +207,10 @@ class Agent:
             case wire.StopAt():
                 for worker in self._workers.values():
                     worker.page.stop_at_step = message.step
+            case wire.SaveEvery():
+                order = SaveOrder(message.from_step, message.memory_every_steps, message.durable_every_steps)
+                for worker in self._workers.values():
+                    worker.page.save_order = order
             case wire.HoldSaves():
                 for worker in self._workers.values():
                     worker.page.hold_saves(until_step=message.until_step)
@@ -351,7 +359,8 @@ class Agent:
     # --- watching ---
 
     async def _watch(self) -> None:
-        last_status_s = last_reading_s = 0.0
+        last_status_s = last_reading_s = looked_s = 0.0
+        rhythm = fleet_rhythm(len(self._settings.nodes) + len(self._settings.spares))
         last_phases: list[Phase] = []
         while True:
             now_s = self._now_s()
@@ -366,18 +375,17 @@ class Agent:
             self._forward_letters()
             self._forward_steps()
             phases = [worker.page.phase for worker in self._workers.values()]
-            is_news = phases != last_phases and (Phase.UNWOUND in phases or Phase.UNWOUND in last_phases)
-            if self._connection is not None and (is_news or now_s - last_status_s >= _STATUS_S):
-                last_status_s, last_phases = now_s, phases
-                fill_reserve(self._node.root)
-                self._tell(self._status(now_s), is_kept=False)
+            is_urgent = phases != last_phases and (Phase.UNWOUND in phases or Phase.UNWOUND in last_phases)
+            if self._connection is not None and (is_urgent or now_s - looked_s >= _STATUS_S):
+                looked_s, last_phases = now_s, phases
+                ranks = tuple(self._rank_status(worker, now_s) for worker in self._workers.values())
+                is_due = self._connection is not self._told_on or now_s - last_status_s >= rhythm.status_s
+                if is_urgent or is_due or is_news(self._told_ranks, ranks):
+                    last_status_s, self._told_ranks, self._told_on = now_s, ranks, self._connection
+                    fill_reserve(self._node.root)
+                    status = wire.Status(ranks=ranks, snapshots=snapshots_in(self._node, is_verified=False))
+                    self._tell(status, is_kept=False)
             await asyncio.sleep(_TICK_S)
-
-    def _status(self, now_s: float) -> wire.Status:
-        return wire.Status(
-            ranks=tuple(self._rank_status(worker, now_s) for worker in self._workers.values()),
-            snapshots=snapshots_in(self._node, is_verified=False),
-        )
 
     def _rank_status(self, worker: _Worker, now_s: float) -> wire.RankStatus:
         state = worker.activity
@@ -415,12 +423,15 @@ class Agent:
         if self._connection is None:
             return
         offset_ns = self._clock.wall_ns() - self._clock.monotonic_ns()
+        parts: list[wire.Steps] = []
         for worker in self._workers.values():
             records, worker.num_drained = worker.page.drain(seen=worker.num_drained)
             if records:
                 on_wall = tuple(_shifted(record, offset_ns) for record in records)
                 running = worker.worker
-                self._tell(wire.Steps(rank=running.rank, generation=running.generation, records=on_wall), is_kept=False)
+                parts.append(wire.Steps(rank=running.rank, generation=running.generation, records=on_wall))
+        if parts:
+            self._tell(parts[0] if len(parts) == 1 else wire.StepsOfNode(parts=tuple(parts)), is_kept=False)
 
     def _keep_last_steps(self, worker: _Worker) -> None:
         """All that is in the ring of a worker that ended: no controller may be there to hear it now."""

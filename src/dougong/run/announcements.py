@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from dougong.event.kinds import AnyEvent, CheckpointSaved, ModelDescribed, PeakDescribed, StateRestored
 from dougong.run import letters, wire
 from dougong.run.history import JobHistory
+from dougong.run.progress import range_s
 from dougong.run.settings import RunSettings
 
-_MEMORY_EVENT_S = 1.0
+_LOOK_RATIO = 0.2  # agents tell what their memory holds five times a second
 
 
 class Announcements:
@@ -21,12 +22,13 @@ class Announcements:
         self.is_model_described = history.is_model_described
         self._is_peak_described = history.is_peak_described
         self.is_restored = history.is_restored
-        self._world_size = settings.world_size
+        self._world_size = len(history.placement) or settings.world_size
         self._reason = ""
         self._restored: dict[int, letters.Restored] = {}
         self._peaks: dict[int, letters.PeakMeasured] = {}
         self.last_memory_step = 0
         self._last_memory_s = 0.0
+        self._looked_s = 0.0
 
     def begin_generation(self, *, world_size: int, reason: str) -> None:
         """Every rank restores anew, for this reason."""
@@ -83,8 +85,10 @@ class Announcements:
         self, snapshots: Iterable[wire.SnapshotStatus], *, generation: int, stall_s: float, now_s: float
     ) -> tuple[AnyEvent, ...]:
         """The newest step that all ranks hold in memory, at most once a second."""
-        if now_s - self._last_memory_s < _MEMORY_EVENT_S:
+        span_s = range_s(self._world_size)
+        if now_s - self._last_memory_s < span_s or now_s - self._looked_s < span_s * _LOOK_RATIO:
             return ()
+        self._looked_s = now_s
         held: dict[int, list[wire.SnapshotStatus]] = {}
         for snapshot in snapshots:
             if snapshot.generation == generation:

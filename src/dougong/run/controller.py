@@ -23,7 +23,7 @@ from dougong.event.log import EventLog
 from dougong.run import decide as rules
 from dougong.run import letters, wire
 from dougong.run.announcements import Announcements
-from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_committed, newest_good
+from dougong.run.checkpoints import CheckpointDesk, CheckpointLetter, Outcome, newest_committed, newest_good
 from dougong.run.copy_rounds import CopiedJob, CopyRounds
 from dougong.run.evidence import Bundle, flights_of, write_bundle
 from dougong.run.fitness import Fitness, untested_at_start
@@ -32,20 +32,22 @@ from dougong.run.history import JobHistory
 from dougong.run.layout import RunDirectory, write_atomically
 from dougong.run.links import Links
 from dougong.run.losses import loss_of_end, loss_of_error
-from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_of
+from dougong.run.node_session import NodeSession, onset_of_silence_ns, ranks_by_node, ranks_of
 from dougong.run.page import Phase, StepRecord
-from dougong.run.progress import JobProgress
+from dougong.run.progress import JobProgress, is_sampled
 from dougong.run.reception import Reception
 from dougong.run.repairs import Repairs
 from dougong.run.restore_choice import must_travel
+from dougong.run.save_desk import SaveDesk
 from dougong.run.settings import RunSettings
+from dougong.run.silence import Silence
 from dougong.run.stacks import name_culprit
+from dougong.run.status_rhythm import fleet_rhythm, grown
 from dougong.run.vigil import News, Vigil
 from dougong.run.webhook import send_webhook
 from dougong.telemetry.samples import SampleSink
 
-_TICK_S = 0.02
-_STALE_STATUS_S = 2.0
+_MAX_DECISIONS = 8
 _STACKS_S = 3.0
 _STOP_S = 90.0
 _SIGTERM_GRACE_S = 10.0
@@ -71,6 +73,7 @@ class Controller:
         clock: Clock,
         history: JobHistory,
         is_resume: bool,
+        reception_of: type[Reception] = Reception,
     ) -> None:
         self._run = run
         self._settings = settings
@@ -86,10 +89,13 @@ class Controller:
         lost = frozenset[str]() if is_resume else history.lost_nodes
         names = sorted((*settings.nodes, *settings.spares), key=history.preference)
         self._nodes = {name: NodeSession(name, is_lost=name in lost, now_s=now_s) for name in names}
+        self._rhythm = fleet_rhythm(len(names))
+        self._silence = Silence(settings.hang)
         self._status: Status = "gathering"
         self._status_since_s = now_s
         self._generation = history.generation
         self._placement = history.placement
+        self._by_node = ranks_by_node(history.placement)
         self._is_attached = history.is_attached
         self._is_resumed = history.is_resumed
         self._has_stepped = history.last_step > 0
@@ -125,7 +131,7 @@ class Controller:
         self._links = Links(self._nodes)
         self._repairs = Repairs(self._nodes, backend=backend, policy=settings.policy)
         self._announcements = Announcements(settings, history)
-        self._reception = Reception(
+        self._reception = reception_of(
             self._nodes,
             token=token,
             clock=clock,
@@ -133,7 +139,8 @@ class Controller:
             on_message=self._hear,
             on_gone=self._disconnected,
         )
-        self._desk = CheckpointDesk(settings, clock=clock)
+        self._desk = CheckpointDesk(settings, clock=clock, world_size=len(history.placement) or settings.world_size)
+        self._saves = SaveDesk(settings, history, now_s=now_s)
         self._copies = CopyRounds(settings, self._nodes)
         self._fitness = Fitness(
             untested=untested_at_start(settings, history, is_resume=is_resume),
@@ -154,8 +161,12 @@ class Controller:
                 await self._step()
                 if self._failure is not None:
                     raise self._failure
+                looked_s = self._now_s()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), _TICK_S)
+                    await asyncio.wait_for(self._wake.wait(), self._rhythm.look_s)
+                # thousands of nodes answer one by one: what they say is looked at together
+                if (rest_s := looked_s + self._rhythm.look_gap_s - self._now_s()) > 0:
+                    await asyncio.sleep(rest_s)
                 self._wake.clear()
         finally:
             self._reception.close()
@@ -200,7 +211,9 @@ class Controller:
             self._become("tearing-down" if self._history.is_broken else "running")
         if self._history.generation > 0:
             self._progress.begin_generation(
-                self._generation, world_size=settings.world_size, last_step=self._history.last_step
+                self._generation,
+                world_size=len(self._placement) or settings.world_size,
+                last_step=self._history.last_step,
             )
         self._log.commit()
 
@@ -209,6 +222,7 @@ class Controller:
     async def _step(self) -> None:
         self._write_ranges(is_forced=False)
         self._note_memory_checkpoints()
+        self._see_to_rhythm()
         self._record_all(self._copies.look(self._copied_job(), now_s=self._now_s()))
         self._see_to_stop()
         for component in self._reception.drop_silent():
@@ -219,12 +233,14 @@ class Controller:
             self._spawn(self._repairs.ask(node))
         self._note_late_launch()
         self._see_to_lingering()
-        finding = self._find_hang()
-        view = self._view(finding)
-        self._see_to_preflight(view)
-        self._keep_vigil()
-        decision = rules.decide(view, self._settings.policy)
-        await self._apply(decision)
+        for _ in range(_MAX_DECISIONS):
+            view = self._view(self._find_hang())
+            self._see_to_preflight(view)
+            self._keep_vigil()
+            decision = rules.decide(view, self._settings.policy)
+            await self._apply(decision)
+            if isinstance(decision, rules.Wait) or self._status == "ended":
+                break
         self._commit()
 
     def _copied_job(self) -> CopiedJob:
@@ -241,7 +257,8 @@ class Controller:
             case rules.Wait():
                 return
             case rules.RestartAgent():
-                await self._restart_agent(decision.component)
+                for component in (decision.component, *decision.others):
+                    await self._restart_agent(component)
             case rules.LoseNode():
                 self._lose_node(decision.component, decision.reason)
             case rules.Quarantine():
@@ -277,6 +294,9 @@ class Controller:
 
     def _view(self, finding: Finding | None) -> rules.JobView:
         now_s = self._now_s()
+        # who could stay is asked only once somebody is lost, for it means looking at every rank
+        is_calm = self._status == "running" and not (self._losses or finding or self._has_lost_node())
+        living = [] if is_calm else self._living_ranks()
         return rules.JobView(
             status=self._status,
             generation=self._generation,
@@ -302,9 +322,9 @@ class Controller:
             gathering_s=now_s - self._status_since_s,
             num_restarts=self._num_restarts,
             num_fruitless=self._num_fruitless,
-            can_stay=tuple(rank.rank for rank in self._living_ranks() if rank.can_stay),
+            can_stay=tuple(rank.rank for rank in living if rank.can_stay),
             staying=tuple(sorted(self._staying)),
-            unwound=tuple(rank.rank for rank in self._living_ranks() if rank.phase == Phase.UNWOUND),
+            unwound=tuple(rank.rank for rank in living if rank.phase == Phase.UNWOUND),
             slow_step_s=self._progress.learnt().p99_s or 0.0 if self._staying else 0.0,
             rung=self._rung,
             is_restored=self._announcements.is_restored,
@@ -321,6 +341,9 @@ class Controller:
             give_up=self._give_up,
             untested=self._fitness.untested,
         )
+
+    def _has_lost_node(self) -> bool:
+        return any(self._nodes[component].is_lost for component in self._by_node)
 
     def _living_ranks(self) -> list[wire.RankStatus]:
         """The ranks of this generation as last heard of, but those that do not run any more."""
@@ -369,7 +392,9 @@ class Controller:
         node.open(connection, hello, now_s=self._now_s())
         connection.send(wire.Welcome(generation=self._generation, wall_ns=self._wall_ns()))
         if self._status == "tearing-down" or (self._status == "gathering" and self._is_resume):
-            connection.send(wire.Kill(generation=self._generation, staying=tuple(sorted(self._staying))))
+            ranks = self._by_node.get(node.component, ())
+            staying = tuple(rank for rank, _ in ranks if rank in self._staying)
+            connection.send(wire.Kill(generation=self._generation, staying=staying))
         if self._status == "running":
             self._compare_workers(node, hello)
         self._wake.set()
@@ -379,6 +404,7 @@ class Controller:
         self._repairs.take_back(node)
         self._nodes[node.component] = self._nodes.pop(node.component)
         share = self._settings.num_accelerators // max(1, len(self._settings.nodes))
+        self._fitness.readmit(node.component)
         self._record(kinds.NodeRepaired(component=node.component))
         self._record(kinds.NodeJoined(component=node.component, role="spare", num_accelerators=share))
         connection.send(wire.Kill(generation=self._generation))
@@ -427,15 +453,21 @@ class Controller:
             self._nodes[component].send(order)
 
     def _see_to_preflight(self, view: rules.JobView) -> None:
-        if self._status != "preflight":
+        """Before a start all wait for it; a node that is free is tested while the others train."""
+        if self._status not in ("preflight", "running"):
             return
+        idle = [component for component in self._free_spares() if component in self._fitness.untested]
+        if self._status == "running" and idle and not self._fitness.is_testing:
+            addresses = {component: self._nodes[component].address for component in idle}
+            for component, order in self._fitness.begin(addresses, now_s=self._now_s()):
+                self._nodes[component].send(order)
         news = self._fitness.proceed(
             now_s=self._now_s(), usable=rules.usable_nodes(view), num_needed=len(self._settings.nodes)
         )
         self._record_all(news.events)
         for component, order in news.orders:
             self._nodes[component].send(order)
-        if news.is_over:
+        if news.is_over and self._status == "preflight":
             self._become(self._before_preflight)
 
     # --- what agents say ---
@@ -447,12 +479,17 @@ class Controller:
             case wire.Status():
                 node.status = message
                 node.status_s = self._now_s()
+                self._silence.hear(node.component, message, generation=self._generation, now_s=node.status_s)
                 self._is_attached = self._is_attached or any(
                     rank.is_attached for rank in message.ranks if rank.generation == self._generation
                 )
                 return
             case wire.Steps():
                 self._hear_steps(message)
+                return
+            case wire.StepsOfNode():
+                for part in message.parts:
+                    self._hear_steps(part)
                 return
             case wire.Received():
                 self._hear_letter(node, message.letter)
@@ -494,8 +531,9 @@ class Controller:
         before_max = self._progress.max_step
         fresh = self._progress.add(message.rank, message.records)
         self._follow(self._vigil.add_steps(message.rank, fresh, generation=self._generation))
-        with contextlib.suppress(OSError):  # what a full disk does not take now is kept for the next flush
-            self._sample(message.rank, fresh)
+        if is_sampled(message.rank, world_size=len(self._placement)):
+            with contextlib.suppress(OSError):  # what a full disk does not take now is kept for the next flush
+                self._sample(message.rank, fresh)
         self._last_stall_s = max(
             (r.checkpoint_stall_ns / 1e9 for r in fresh if r.checkpoint_stall_ns), default=self._last_stall_s
         )
@@ -545,7 +583,14 @@ class Controller:
                 self._follow(self._vigil.hear(letter, saved_step=saved_step, spares=spares, now_s=self._now_s()))
             case letters.Probed():
                 return  # its agent gathers these itself
-            case letters.ShardWritten() | letters.ShardFailed() | letters.ShardSkipped() | letters.MetadataWritten():
+            case (
+                letters.ShardWritten()
+                | letters.ShardFailed()
+                | letters.ShardSkipped()
+                | letters.ShardHeld()
+                | letters.SaveAgain()
+                | letters.MetadataWritten()
+            ):
                 self._spawn(self._see_to_checkpoint(letter))
 
     def _hear_end(self, node: NodeSession, message: wire.WorkerEnded) -> None:
@@ -614,13 +659,11 @@ class Controller:
 
     def _free_spares(self) -> tuple[str, ...]:
         """Nodes that could take over at once."""
-        in_use = {placed.component for placed in self._placement}
+        taken = self._by_node.keys() | self._fitness.quarantined
         return tuple(
             node.component
             for node in self._nodes.values()
-            if node.connection is not None
-            and not node.is_lost
-            and node.component not in in_use | self._fitness.quarantined
+            if node.connection is not None and not node.is_lost and node.component not in taken
         )
 
     # --- steps and checkpoints ---
@@ -644,12 +687,24 @@ class Controller:
                 self._samples.flush()
         self._record_all(ranges)
 
-    async def _see_to_checkpoint(
-        self, letter: letters.ShardWritten | letters.ShardFailed | letters.ShardSkipped | letters.MetadataWritten
-    ) -> None:
+    def _see_to_rhythm(self) -> None:
+        """Save more or less often from a step on that no rank has reached."""
+        self._saves.note_steps(self._progress.take_steps())
+        if not self._saves.is_due(now_s=self._now_s()):
+            return
+        if self._status != "running" or self._losses or not self._is_attached or self._stop_since_s is not None:
+            return
+        advice = self._saves.advise(now_s=self._now_s(), generation=self._generation, highest_step=self._highest_step())
+        if advice is not None:
+            order, event = advice
+            self._broadcast(order)
+            self._record(event)
+
+    async def _see_to_checkpoint(self, letter: CheckpointLetter) -> None:
         generation = self._generation
         outcome = await self._desk.take(letter)
         self._record_all(outcome.events)
+        self._saves.note_saved(outcome.events)
         if self._generation == generation:
             self._deliver(outcome)
         self._wake.set()
@@ -664,9 +719,9 @@ class Controller:
         match outcome.letter:
             case letters.WriteMetadata():
                 self._send_to_rank(0, wire.Deliver(rank=0, letter=outcome.letter))
-            case letters.CheckpointCommitted() | letters.DropCheckpoint():
+            case letters.CheckpointCommitted() | letters.DropCheckpoint() | letters.Reopened():
                 for placed in self._placement:
-                    self._send_to_rank(placed.rank, wire.Deliver(rank=placed.rank, letter=outcome.letter))
+                    self._nodes[placed.component].send(wire.Deliver(rank=placed.rank, letter=outcome.letter))
             case None:
                 return
 
@@ -690,9 +745,10 @@ class Controller:
 
         Only its end tells how it ended, so before that a rank is finished only by this.
         """
-        for node in self._nodes.values():
+        lingering = self._said_done - self._finished
+        for node in self._nodes.values() if lingering else ():
             for rank in node.status.ranks if node.status is not None else ():
-                if rank.generation != self._generation or rank.rank not in self._said_done - self._finished:
+                if rank.generation != self._generation or rank.rank not in lingering:
                     continue
                 if min(rank.idle_s, rank.quiet_s) > self._settings.hang.outside_step_s:
                     self._finished.add(rank.rank)
@@ -703,12 +759,16 @@ class Controller:
         if self._status != "running" or self._losses:
             return None
         now_s = self._now_s()
+        if not self._silence.is_worth_a_look(now_s=now_s):
+            return None
         statuses: list[wire.RankStatus] = []
-        for component in {placed.component for placed in self._placement}:
+        for component in self._by_node:
             node = self._nodes[component]
-            if node.status is None or now_s - node.status_s > _STALE_STATUS_S:
+            age_s = now_s - node.status_s
+            if node.status is None or age_s > self._rhythm.stale_s:
                 return None
-            statuses.extend(rank for rank in node.status.ranks if rank.generation == self._generation)
+            ranks = [rank for rank in node.status.ranks if rank.generation == self._generation]
+            statuses.extend([grown(rank, age_s=age_s) for rank in ranks] if self._rhythm.is_large else ranks)
         if len(statuses) < len(self._placement) - len(self._finished):
             return None
         return find_hang(statuses, learnt=self._progress.learnt(), rule=self._settings.hang)
@@ -763,6 +823,7 @@ class Controller:
             evidence=evidence,
         )
         self._record(event)
+        self._saves.note_loss()
         self._num_fruitless += loss.is_failure
         if loss.cause_class in ("hang", "network") or self._links.cut:
             self._links.ask(now_s=self._now_s())
@@ -779,8 +840,9 @@ class Controller:
         """End the workers of this generation, but those that stay."""
         self._become("tearing-down")
         self._killed.clear()
-        for component in {placed.component for placed in self._placement}:
-            self._nodes[component].send(wire.Kill(generation=self._generation, staying=tuple(sorted(self._staying))))
+        for component, ranks in self._by_node.items():
+            staying = tuple(rank for rank, _ in ranks if rank in self._staying)
+            self._nodes[component].send(wire.Kill(generation=self._generation, staying=staying))
 
     def _end_staying(self, reason: str) -> None:
         self._record(kinds.WarningRaised(component="run", text=f"no recovery in the process: {reason}"))
@@ -873,9 +935,10 @@ class Controller:
         self._generation += 1
         self._num_restarts += not is_first
         self._placement = decision.placement
+        self._by_node = ranks_by_node(decision.placement)
         self._pending = decision
         self._rung = decision.rung
-        staying, self._staying = tuple(sorted(self._staying)), set()
+        staying, self._staying = self._staying, set[int]()
         self._is_growing = False
         self._losses.clear()
         self._finished.clear()
@@ -885,10 +948,12 @@ class Controller:
         self._give_up = ""
         self._vigil.begin_generation(decision.placement)
         self._is_resumed = self._generation == 1
+        self._silence.begin_generation(num_ranks=len(decision.placement))
         self._has_stepped = False
         self._announcements.begin_generation(world_size=len(decision.placement), reason=decision.reason)
         self._desk.begin_generation(self._generation, world_size=len(decision.placement))
         self._progress.begin_generation(self._generation, world_size=len(decision.placement))
+        self._saves.begin_generation(self._restore.source)
         self._record(
             kinds.GenerationStarted(
                 generation=self._generation,
@@ -899,10 +964,8 @@ class Controller:
         )
         self._commit()
         self._become("running")
-        components = list(dict.fromkeys(placed.component for placed in decision.placement))
-        head = self._nodes[components[0]]
-        for index, component in enumerate(components):
-            ranks = tuple((p.rank, p.local_rank) for p in decision.placement if p.component == component)
+        head = self._nodes[next(iter(self._by_node))]
+        for index, (component, ranks) in enumerate(self._by_node.items()):
             self._nodes[component].send(
                 wire.Launch(
                     generation=self._generation,
@@ -910,11 +973,14 @@ class Controller:
                     ranks=ranks,
                     world_size=len(decision.placement),
                     node_rank=index,
-                    num_nodes=len(components),
+                    num_nodes=len(self._by_node),
                     master_address=head.address,
                     master_port=self._settings.master_port or head.free_port,
                     restore=self._restore,
-                    staying=staying,
+                    memory_every_steps=self._saves.rhythm.memory_every_steps,
+                    durable_every_steps=self._saves.rhythm.durable_every_steps,
+                    staying=tuple(rank for rank, _ in ranks if rank in staying),
+                    has_staying=bool(staying),
                     is_cold=decision.rung == "cold",
                 )
             )
@@ -946,7 +1012,9 @@ class Controller:
         self._broadcast(wire.StopAt(step=stop_at))
 
     def _highest_step(self) -> int:
-        return max((rank.step for rank in ranks_of(self._nodes.values())), default=self._progress.last_step)
+        """Statuses of a large fleet are seconds old; what all ranks have finished is told at once."""
+        told = max((rank.step for rank in ranks_of(self._nodes.values())), default=0)
+        return max(told, self._progress.last_step)
 
     async def _leave(self, end: str, event: kinds.AnyEvent, *, is_memory_kept: bool) -> None:
         await self._desk.finish()

@@ -118,6 +118,8 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class RestartAgent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     component: str
     reason: str
+    others: tuple[str, ...] = ()
+    """Further nodes of which the same holds."""
 
 
 class LoseNode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -207,6 +209,7 @@ Decision = (
 )
 
 _SETTLE_S = 0.25
+_NUM_SHOWN = 3
 _NODE_IS_TO_BLAME: tuple[CauseClass, ...] = ("silent-corruption", "straggler")  # it is tested, or makes room
 _DISK_WAIT = ": D is a wait in the kernel, for a device or a file system, that nothing can interrupt"
 _ANSWER_S = 2.0  # an agent that has waited for its workers in vain says so; that takes a moment
@@ -251,19 +254,21 @@ def choose_placement(view: JobView, *, num_nodes: int | None = None) -> tuple[Pl
     are counted anew, over the nodes that are left and then those that come.
     """
     count = view.num_nodes if num_nodes is None else num_nodes
-    usable = usable_nodes(view)
+    free = dict.fromkeys(usable_nodes(view))
     current: dict[int, str] = {placed.rank // view.procs_per_node: placed.component for placed in view.placement}
     if len(current) != count:
-        left = [component for _, component in sorted(current.items()) if component in usable]
+        left = [component for _, component in sorted(current.items()) if component in free]
         current = dict(enumerate(left[:count]))
-    kept = {index: component for index, component in current.items() if component in usable}
-    free = [component for component in usable if component not in kept.values()]
+    kept = {index: component for index, component in current.items() if component in free}
+    for component in kept.values():
+        del free[component]
     chosen: list[str] = []
     for index in range(count):
         if index in kept:
             chosen.append(kept[index])
         elif free:
-            chosen.append(free.pop(0))
+            chosen.append(next(iter(free)))
+            del free[chosen[-1]]
         else:
             return None
     return tuple(
@@ -304,11 +309,10 @@ def choose_size(view: JobView, policy: Policy) -> int:
 def _about_nodes(view: JobView, policy: Policy) -> Decision | None:
     if view.status == "ended":
         return None
-    for node in view.nodes:
-        if node.is_lost or node.is_connected:
-            continue
-        if not node.is_agent_asked:
-            return RestartAgent(component=node.component, reason="its agent is not there")
+    away = [node for node in view.nodes if not node.is_lost and not node.is_connected]
+    if unasked := [node.component for node in away if not node.is_agent_asked]:
+        return RestartAgent(component=unasked[0], others=tuple(unasked[1:]), reason="its agent is not there")
+    for node in away:
         if node.silent_s > (policy.node_grace_s if node.was_connected else policy.join_s):
             return LoseNode(component=node.component, reason=f"no agent answers since {node.silent_s:.1f} s")
     return None
@@ -316,7 +320,7 @@ def _about_nodes(view: JobView, policy: Policy) -> Decision | None:
 
 def _while_running(view: JobView, policy: Policy) -> Decision:
     lost_nodes = {node.component for node in view.nodes if node.is_lost}
-    on_lost = [placed for placed in view.placement if placed.component in lost_nodes]
+    on_lost = [placed for placed in view.placement if placed.component in lost_nodes] if lost_nodes else []
     if on_lost:
         loss = Loss(rank=on_lost[0].rank, component=on_lost[0].component, cause_class="node", detail="the node is gone")
         reason = f"{on_lost[0].component} is gone with rank(s) {_ranks(on_lost)}"
@@ -387,10 +391,9 @@ def _who_stays(view: JobView, policy: Policy, *, but: tuple[int, ...] = ()) -> t
 
 def _while_tearing_down(view: JobView, policy: Policy) -> Decision:
     in_use = {placed.component for placed in view.placement}
+    ended = set(view.killed_nodes)
     unended = [
-        node
-        for node in view.nodes
-        if node.component in in_use and not node.is_lost and node.component not in view.killed_nodes
+        node for node in view.nodes if node.component in in_use and not node.is_lost and node.component not in ended
     ]
     for node in unended:
         if node.undead and not node.is_quarantined:
@@ -402,7 +405,8 @@ def _while_tearing_down(view: JobView, policy: Policy) -> Decision:
     if waiting and view.teardown_s > policy.teardown_s + _ANSWER_S:
         return LoseNode(component=min(waiting), reason=f"its workers did not die within {policy.teardown_s:g} s")
     if waiting:
-        return Wait(reason=f"workers are being ended on {', '.join(sorted(waiting))}")
+        shown = ", ".join(sorted(waiting)[:_NUM_SHOWN])
+        return Wait(reason=f"workers are being ended on {len(waiting)} nodes: {shown}")
     if view.is_probing:
         return Wait(reason="the nodes try whether they reach each other")
     if view.staying and (verdict := _about_staying(view, policy)) is not None:

@@ -28,6 +28,7 @@ from dougong.event.kinds import (
     Recorded,
     RecoveryDecided,
     ReplicasCompared,
+    SaveRhythmChosen,
     StateRestored,
     StepFinished,
     WorkerLost,
@@ -74,6 +75,14 @@ class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
     is_peak_described: bool = False
     last_durable_step: int = 0
     num_controllers: int = 0
+    save_rhythm: SaveRhythmChosen | None = None
+    """The last one that was announced."""
+    num_losses: int = 0
+    """Interruptions, over all starts."""
+    num_memory_losses: int = 0
+    """Those after which the state had to come from storage, or from nothing."""
+    operating_s: float = 0.0
+    """From each start to its end, or to the last event."""
 
     def preference(self, component: str) -> int:
         """The smaller, the sooner a node is chosen: one that was lost and came back is the last."""
@@ -82,10 +91,39 @@ class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
 
 def replay(records: Iterable[Recorded]) -> JobHistory:
     """The state of the job after all of `records`."""
-    history = JobHistory()
+    history, started_ns, last_ns, ended_s = JobHistory(), 0, 0, 0.0
+    steps: Recorded | None = None  # of a long row of finished steps, all but the highest and the last say nothing
+    max_step = 0
     for record in records:
+        last_ns = record.time_ns
+        event = record.event
+        if isinstance(event, StepFinished):
+            steps, max_step = record, max(max_step, event.last_step)
+            continue
+        if isinstance(event, CheckpointSaved) and event.tier == "memory":
+            continue  # one a second, like the steps; what memory holds is told by the agents
+        if steps is not None:
+            history, steps = _after_steps(history, steps, max_step), None
+        if isinstance(event, JobStarted):
+            started_ns = last_ns
+        elif isinstance(event, JobFinished | JobFailed | JobStopped) and started_ns:
+            ended_s, started_ns = ended_s + (last_ns - started_ns) / 1e9, 0
         history = _advance(history, record)
-    return history
+    if steps is not None:
+        history = _after_steps(history, steps, max_step)
+    operating_s = ended_s + ((last_ns - started_ns) / 1e9 if started_ns else 0.0)
+    return msgspec.structs.replace(history, operating_s=max(0.0, operating_s))
+
+
+def _after_steps(history: JobHistory, last: Recorded, max_step: int) -> JobHistory:
+    """`last` ends a row of finished steps, the highest of which is `max_step`."""
+    assert isinstance(last.event, StepFinished)
+    return msgspec.structs.replace(
+        history,
+        last_step=last.event.last_step,
+        max_step=max(history.max_step, max_step),
+        num_fruitless=0 if max_step > history.max_step else history.num_fruitless,
+    )
 
 
 def _advance(history: JobHistory, record: Recorded) -> JobHistory:
@@ -122,20 +160,19 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
             )
         case StateRestored() as event:
             return change(history, is_attached=True, is_restored=True, last_step=event.step)
-        case StepFinished() as event:
-            is_new = event.last_step > history.max_step
-            return change(
-                history,
-                last_step=event.last_step,
-                max_step=max(history.max_step, event.last_step),
-                num_fruitless=0 if is_new else history.num_fruitless,
-            )
         case JobResumed():
             return change(history, is_resumed=True)
         case WorkerLost():
-            return change(history, is_broken=True, num_fruitless=history.num_fruitless + 1)
-        case RecoveryDecided():
-            return history
+            return change(
+                history,
+                is_broken=True,
+                num_fruitless=history.num_fruitless + 1,
+                num_losses=history.num_losses + 1,
+            )
+        case RecoveryDecided() as event if event.restore_source in ("durable", "none"):
+            return change(history, num_memory_losses=history.num_memory_losses + 1)
+        case SaveRhythmChosen() as event:
+            return change(history, save_rhythm=event)
         case NodeLost() as event:
             return change(history, lost_nodes=history.lost_nodes | {event.component})
         case NodeRepaired() as event:

@@ -20,6 +20,7 @@ _NUM_TRIES = 2
 _TRY_S = 1.2
 _ROUND_S = 4.0
 _AGAIN_S = 2.0
+_FEW_NODES = 64
 
 
 class LinkDoor:
@@ -88,7 +89,7 @@ class Links:
         self._round += 1
         self._answers = {}
         self._asked_s = now_s
-        self._asked = {name: tuple(other for other in addresses if other != name) for name in addresses}
+        self._asked = _partners(tuple(addresses))
         for node in there:
             peers = tuple(addresses[other] for other in self._asked[node.component])
             node.send(wire.ProbeLinks(round=self._round, peers=peers))
@@ -122,6 +123,20 @@ class Links:
         self._asked = {}
         news = [LinkCut(component=first, peer=second) for first, second in sorted(self._cut - before)]
         return (*news, *(LinkHealed(component=first, peer=second) for first, second in sorted(before - self._cut)))
+
+
+def _partners(names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Whom each node tries: all others, or in a large fleet those 1, 2, 4 … places away on either side.
+
+    Both sides of a pair try it, and a node or rack that is cut off is tried from far away too.
+    """
+    if len(names) <= _FEW_NODES:
+        return {name: tuple(other for other in names if other != name) for name in names}
+    steps = [1 << power for power in range(len(names).bit_length() - 1)]
+    return {
+        name: tuple(dict.fromkeys(names[(index + way * step) % len(names)] for step in steps for way in (1, -1)))
+        for index, name in enumerate(names)
+    }
 
 
 def _pair(first: str, second: str) -> Pair:

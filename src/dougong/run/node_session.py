@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dougong.event.kinds import Placed
 from dougong.run import wire
 from dougong.run.decide import NodeView
 
@@ -88,6 +89,14 @@ class NodeSession:
             silent_s=0.0 if self.connection is not None else now_s - self.gone_since_s,
             is_agent_asked=self.is_agent_asked and now_s - self.agent_asked_s < _ASK_AGAIN_S,
         )
+
+
+def ranks_by_node(placement: Iterable[Placed]) -> dict[str, tuple[tuple[int, int], ...]]:
+    """(rank, local rank) of each node, in the order of the placement."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for placed in placement:
+        found.setdefault(placed.component, []).append((placed.rank, placed.local_rank))
+    return {component: tuple(ranks) for component, ranks in found.items()}
 
 
 def ranks_of(sessions: Iterable[NodeSession]) -> tuple[wire.RankStatus, ...]:

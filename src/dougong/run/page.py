@@ -62,6 +62,38 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     """From the begin until the first collective was entered; 0 = not measured."""
 
 
+class SaveOrder(msgspec.Struct, frozen=True):
+    """Save after every so many steps, for the steps from `from_step` on."""
+
+    from_step: int
+    memory_every_steps: int
+    durable_every_steps: int
+
+
+class SaveTimes:
+    """When a rank saves. A rhythm holds until the next one begins."""
+
+    def __init__(self, *, memory_every_steps: int, durable_every_steps: int) -> None:
+        self.memory_every_steps = memory_every_steps
+        self.durable_every_steps = durable_every_steps
+
+    def take(self, order: SaveOrder | None, *, step: int | None) -> None:
+        """Go over to `order` once `step` has reached its begin; at once if `step` is None, after a roll-back."""
+        if order is not None and (step is None or step >= order.from_step):
+            self.memory_every_steps = order.memory_every_steps
+            self.durable_every_steps = order.durable_every_steps
+
+    def is_durable(self, step: int) -> bool:
+        return step % self.durable_every_steps == 0
+
+    def is_due(self, step: int) -> bool:
+        """In memory, at least."""
+        return step % self.memory_every_steps == 0 or self.is_durable(step)
+
+
+_ORDER_BITS = (28, 14, 22)  # of the three numbers of a SaveOrder
+
+
 class _Field(enum.IntEnum):
     MAGIC = 0
     GENERATION = 1
@@ -76,6 +108,7 @@ class _Field(enum.IntEnum):
     CAN_STAY = 10
     STOP_AT_STEP = 16  # written by the agent from here on
     CONTROL_FAULT = 17
+    SAVE_RHYTHM = 18  # one word, so that its three numbers are never of two rhythms; 20 to 25 are others'
     CUT_GENERATION = 20
     SAVES_HELD_UNTIL_STEP = 24
     FLIGHT_ASKED = 25
@@ -215,6 +248,25 @@ class Page:
     @stop_at_step.setter
     def stop_at_step(self, step: int) -> None:
         self._words[_Field.STOP_AT_STEP] = step
+
+    @property
+    def save_order(self) -> SaveOrder | None:
+        """None = none was given since the start."""
+        word = self._words[_Field.SAVE_RHYTHM]
+        if not word:
+            return None
+        numbers: list[int] = []
+        for bits in reversed(_ORDER_BITS):
+            numbers.append(word & ((1 << bits) - 1))
+            word >>= bits
+        return SaveOrder(*reversed(numbers))
+
+    @save_order.setter
+    def save_order(self, order: SaveOrder) -> None:
+        word = 0
+        for number, bits in zip(msgspec.structs.astuple(order), _ORDER_BITS, strict=True):
+            word = (word << bits) | min(number, (1 << bits) - 1)
+        self._words[_Field.SAVE_RHYTHM] = word
 
     @property
     def saves_held_until_step(self) -> int:

@@ -10,6 +10,7 @@ import msgspec
 
 from dougong.run.layout import NodeDirectory, RunDirectory
 from dougong.run.letters import Skip
+from dougong.run.save_rhythm import first_rhythm
 from dougong.run.settings import RunSettings
 from dougong.run.wire import Launch
 
@@ -114,13 +115,13 @@ def place_of(
         restore_source=launch.restore.source,
         restore_step=launch.restore.step,
         restore_directory=launch.restore.directory,
-        memory_every_steps=settings.save.memory_every_steps,
-        durable_every_steps=settings.save.durable_every_steps,
+        memory_every_steps=launch.memory_every_steps or first_rhythm(settings.save).memory_every_steps,
+        durable_every_steps=launch.durable_every_steps or first_rhythm(settings.save).durable_every_steps,
         commit_timeout_s=settings.save.commit_timeout_s,
         wants_peak=launch.generation == 1 and settings.peak_flop_per_s is None,
         is_chaos=settings.is_chaos,
         restore_generation=launch.restore.generation,
-        is_newcomer=bool(launch.staying),
+        is_newcomer=launch.has_staying,
         restore_world_size=launch.restore.world_size,
         is_read_once=settings.save.is_read_once,
         checkpoint_key=settings.checkpoint_key,

@@ -11,8 +11,8 @@ from dougong.run import wire
 from dougong.run.agent import Address
 from dougong.run.node_session import NodeSession
 from dougong.run.settings import RunSettings
+from dougong.run.status_rhythm import fleet_rhythm
 
-_SILENT_S = 5.0
 _AWAY_S = 1.0
 
 
@@ -36,6 +36,7 @@ class Reception:
     ) -> None:
         self._sessions = sessions
         self._token = token
+        self._silent_s = fleet_rhythm(len(sessions)).silent_s
         self._clock = clock
         self._on_hello = on_hello
         self._on_message = on_message
@@ -89,18 +90,26 @@ class Reception:
         self._looked_s = now_s
         dropped: list[str] = []
         for session in self._sessions.values():
-            if session.connection is not None and self._now_s() - session.heard_s > _SILENT_S:
+            if session.connection is not None and now_s - session.heard_s > self._silent_s:
                 session.connection.close()
-                self._lose(session, f"silent for {_SILENT_S:g} s")
+                self._lose(session, f"silent for {self._silent_s:g} s")
                 dropped.append(session.component)
         return tuple(dropped)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             connection = await wire.accept(reader, writer, token=self._token)
-            hello = await connection.receive_for_controller()
         except wire.WireBroken:
             writer.close()
+            return
+        await self.admit(connection)
+
+    async def admit(self, connection: wire.Connection) -> None:
+        """Let an agent in that has proved the token, and listen to it until it leaves."""
+        try:
+            hello = await connection.receive_for_controller()
+        except wire.WireBroken:
+            connection.close()
             return
         session = self._sessions.get(hello.component) if isinstance(hello, wire.Hello) else None
         if session is None or (session.is_lost and not session.is_expected) or not isinstance(hello, wire.Hello):

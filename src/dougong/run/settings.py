@@ -82,10 +82,18 @@ class SaveRule(msgspec.Struct, frozen=True, kw_only=True):
     """How often an attached script is saved."""
 
     memory_every_steps: int = 5
+    """0 = chosen from what a save costs and how often the job is interrupted. See `dougong.run.save_rhythm`."""
     durable_every_steps: int = 50
+    """0 = chosen, likewise."""
     keep_durable: int = 3
     commit_timeout_s: float = 60.0
     """How long the end of a script waits for its last checkpoint to be committed."""
+    mtbf_s: float = 0.0
+    """Mean time between interruptions of the whole job, as far as known before; 0 = what published clusters have."""
+    memory_max_s: float = 300.0
+    """A chosen interval between saves in memory is never longer."""
+    durable_max_s: float = 3600.0
+    """A chosen interval between durable saves is never longer."""
     is_read_once: bool = True
     """At a durable restore, one rank reads what several need, and broadcasts it; else each reads for itself."""
     write_bytes_per_s: float = 0.0

@@ -18,6 +18,7 @@ from dougong.run.decide import Loss
 from dougong.run.history import JobHistory
 from dougong.run.letters import Fingerprinted, LossFoundBad, SaveRefused
 from dougong.run.page import StepRecord
+from dougong.run.save_rhythm import first_rhythm
 from dougong.run.settings import RunSettings
 from dougong.run.straggler import Straggler, StragglerWatch, is_replaced
 from dougong.run.wire import Restore
@@ -143,7 +144,7 @@ class Vigil:
 
     def _held_after(self, step: int) -> int:
         """The others take their checkpoints before they hear of it; two intervals keep the ranks' common one alive."""
-        return step + _HELD_INTERVALS * self._settings.save.memory_every_steps
+        return step + _HELD_INTERVALS * first_rhythm(self._settings.save).memory_every_steps
 
     def _after_suspicion(self, suspicion: Suspicion, events: Sequence[AnyEvent], *, spares: Collection[str]) -> News:
         components = tuple(dict.fromkeys(self._placement[rank] for rank in suspicion.ranks))

@@ -135,6 +135,12 @@ class Steps(ToController, frozen=True, kw_only=True):
     records: tuple[StepRecord, ...]
 
 
+class StepsOfNode(ToController, frozen=True, kw_only=True):
+    """The same of several ranks of a node at once."""
+
+    parts: tuple[Steps, ...]
+
+
 class Received(ToController, frozen=True, kw_only=True):
     """A letter from a worker."""
 
@@ -237,6 +243,7 @@ AgentMessage = (
     Hello
     | Status
     | Steps
+    | StepsOfNode
     | Received
     | WorkerEnded
     | Launched
@@ -292,8 +299,13 @@ class Launch(ToAgent, frozen=True, kw_only=True):
     master_address: str
     master_port: int
     restore: Restore
+    memory_every_steps: int = 0
+    durable_every_steps: int = 0
+    """The rhythm of saving that holds now; 0 = as the settings say."""
     staying: tuple[int, ...] = ()
-    """Ranks of the job that go on in their processes. Those among `ranks` get a `Rejoin` letter instead of a start."""
+    """Those among `ranks` that go on in their processes: they get a `Rejoin` letter instead of a start."""
+    has_staying: bool = False
+    """Some ranks of the job do, here or on other nodes."""
     is_cold: bool = False
     """Start from a fresh interpreter, not from one that has been there for long."""
 
@@ -324,6 +336,14 @@ class StopAt(ToAgent, frozen=True, kw_only=True):
     """All ranks save and leave once they have finished this step."""
 
     step: int
+
+
+class SaveEvery(ToAgent, frozen=True, kw_only=True):
+    """All ranks save in this rhythm for the steps from `from_step` on, which none of them has reached."""
+
+    from_step: int
+    memory_every_steps: int
+    durable_every_steps: int
 
 
 class HoldSaves(ToAgent, frozen=True, kw_only=True):
@@ -373,7 +393,18 @@ class Dismiss(ToAgent, frozen=True, kw_only=True):
 
 
 ControllerMessage = (
-    Welcome | Launch | Kill | TakeStacks | StopAt | Deliver | CopyOrder | Dismiss | Preflight | HoldSaves | ProbeLinks
+    Welcome
+    | Launch
+    | Kill
+    | TakeStacks
+    | StopAt
+    | SaveEvery
+    | Deliver
+    | CopyOrder
+    | Dismiss
+    | Preflight
+    | HoldSaves
+    | ProbeLinks
 )
 
 

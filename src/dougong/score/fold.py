@@ -41,6 +41,7 @@ from dougong.event.kinds import (
     Recorded,
     RecoveryDecided,
     ReplicasCompared,
+    SaveRhythmChosen,
     SnapshotRefused,
     StateRestored,
     StepFinished,
@@ -162,6 +163,7 @@ class JobFold:
                 | WebhookSent()
                 | PeersChosen()
                 | WarningRaised()
+                | SaveRhythmChosen()
                 | StorageFailing()
                 | StorageRecovered()
                 | PreflightDone()

@@ -22,10 +22,12 @@ _SUFFIX = ".samples"
 _MAX_NAME_BYTES = 255
 _FLUSH_NS = 1_000_000_000
 _FLUSH_BYTES = 1 << 16
+_SERIES_A_SECOND = 256
 
 
 class SampleWriter:
-    """Appends samples; they reach the file once a second, at 64 KiB, and at `flush` and `close`."""
+    """Appends samples. They reach the file once a second (hundreds of series less often), at 64 KiB, at `flush` and
+    `close`."""
 
     def __init__(self, directory: Path, *, clock: Clock) -> None:
         self._directory = directory
@@ -47,7 +49,9 @@ class SampleWriter:
         name = file_name(series)
         pending = self._pending.setdefault(name, bytearray())
         pending += _encode(times_ns, indices, values)
-        if len(pending) >= _FLUSH_BYTES or self._clock.monotonic_ns() - self._flushed_ns >= _FLUSH_NS:
+        # a file for each series: a thousand of them are not opened every second
+        patience_ns = _FLUSH_NS * max(1, len(self._pending) // _SERIES_A_SECOND)
+        if len(pending) >= _FLUSH_BYTES or self._clock.monotonic_ns() - self._flushed_ns >= patience_ns:
             self.flush()
 
     def flush(self) -> None:
