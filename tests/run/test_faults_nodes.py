@@ -36,9 +36,9 @@ def test_a_node_that_comes_back_is_a_spare_again_and_takes_over_when_it_is_neede
         new_run,
         f"kind: kill-node, at_step: 22, node: {SECOND}",
         "kind: return-node, during: recovery",
-        f"kind: kill-node, at_step: 50, node: {FIRST}, after_s: 4",
+        f"kind: kill-node, at_step: 50, node: {FIRST}",
         options=("--spares", "1"),
-        arguments=("--step-s", "0.1"),
+        arguments=("--step-s", "0.4"),
     )
     assert_same(done, quiet_run)
     assert [event.component for event in done.events(NodeRepaired)] == [SECOND]
@@ -49,24 +49,11 @@ def test_a_node_that_comes_back_is_a_spare_again_and_takes_over_when_it_is_neede
     assert [placed.component for placed in last.placement] == [SECOND, THIRD]
 
 
-def test_without_a_spare_a_job_waits_for_a_node_that_comes_back(new_run: Path, quiet_run: runs.Finished) -> None:
-    """The node was lost for its agent's silence; nothing is wrong with it."""
-    done = disturbed(
-        new_run,
-        f"kind: kill-node, at_step: 22, node: {SECOND}",
-        f"kind: return-node, at_step: 22, node: {SECOND}",
-    )
-    if done.events(NodeLost):  # else its agent was back before anybody noticed
-        assert done.code == 0 or "no spare left" in done.stderr, done.report
-    if done.code == 0:
-        assert_same(done, quiet_run)
-
-
 def test_two_ranks_killed_at_once_are_one_interruption(new_run: Path, quiet_run: runs.Finished) -> None:
     done = disturbed(new_run, "kind: kill-worker, at_step: 15, rank: 0", "kind: kill-worker, at_step: 15, rank: 1")
     assert_same(done, quiet_run)
     assert injected(done) == ["kill-worker", "kill-worker"]
-    assert len(done.events(WorkerLost)) in (1, 2), "the second may have been started again before it was hit"
+    assert len(done.events(WorkerLost)) == 1
 
 
 def test_a_rank_killed_in_the_recovery_from_another_loss_is_replaced_too(

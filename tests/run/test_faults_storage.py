@@ -96,11 +96,12 @@ def test_with_full_shared_memory_a_rank_is_lost_and_replaced_all_the_same(
 def test_shared_memory_that_is_too_small_is_told_and_durable_checkpoints_are_written_all_the_same(
     new_run: Path, quiet_run: runs.Finished, tmp_path: Path
 ) -> None:
-    with small_file_system(tmp_path / "tiny", kind="tmpfs", num_bytes=500_000) as tiny:
+    with small_file_system(tmp_path / "tiny", kind="tmpfs", num_bytes=4 * 2**20) as tiny:
         done = disturbed(
             new_run,
             "kind: kill-worker, at_step: 30, rank: 1",
             options=("--set", f"save.memory_root={tiny}"),
+            arguments=("--ballast-bytes", str(2 * 2**20)),
         )
         assert_same(done, quiet_run, memory=tiny)
     told = [event.text for event in done.events(WarningRaised) if "shared memory is full" in event.text]

@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from dougong.errors import CheckpointDamaged
-from dougong.run.reserve import with_reserve
+from dougong.run.reserve import leaves_room, with_reserve
 
 _SLOT = struct.Struct("<QQQQ16s")  # step, generation, world_size, bytes, xxh3-128
 _SLOT_BYTES = 256
@@ -195,6 +195,8 @@ class SnapshotFiles:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if os.fstat(fd).st_size < size:
+                if not leaves_room(path.parent, size):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
                 os.posix_fallocate(fd, 0, size)
             return mmap.mmap(fd, os.fstat(fd).st_size)
         finally:
