@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import yaml
 from _launch import events_of, of_kind
-from _run_systems import NUM_RANKS, OURS, launched, load_1_min, options_of, records_of
+from _run_systems import NUM_RANKS, OFTEN_COPIED, OURS, launched, load_1_min, options_of, records_of
 
 from dougong.event.kinds import FaultInjected, JobStarted, WorkerLost
 
@@ -49,7 +49,7 @@ def measure(*, duration_s: float, every_s: float, state_mb: float, compute_s: fl
     shape = ("--nodes", str(NUM_RANKS), "--procs-per-node", "1", "--spares", str(num_node_losses + 1))
     system = msgspec.structs.replace(OURS, launcher=OURS.launcher[: OURS.launcher.index("--standalone")])
     arguments = options_of({"state_mb": state_mb, "compute_s": compute_s})
-    options = (*shape, "--memory-every", "1", "--chaos", str(chaos), "--run-dir", str(directory / "run"))
+    options = (*shape, *OFTEN_COPIED, "--chaos", str(chaos), "--run-dir", str(directory / "run"))
     with launched(system, arguments, directory=directory, options=options) as launch:
         try:
             code = launch.process.wait(timeout=duration_s)

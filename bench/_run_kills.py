@@ -20,6 +20,7 @@ from _run_systems import (
     DLROVER_RUN,
     NUM_RANKS,
     NVRX,
+    OFTEN_COPIED,
     OURS,
     TORCHRUN_SAVING,
     Launch,
@@ -113,7 +114,7 @@ def measure_node_loss(*, losses: int, state_mb: float, directory: Path) -> KillF
     directory.mkdir(parents=True, exist_ok=True)
     steps = [NODE_EVERY_STEPS * (number + 1) for number in range(losses)]
     chaos.write_text(yaml.safe_dump({"seed": 1, "faults": [{"kind": "kill-node", "at_step": step} for step in steps]}))
-    shape = ("--nodes", str(NUM_RANKS), "--procs-per-node", "1", "--spares", str(losses), "--memory-every", "1")
+    shape = ("--nodes", str(NUM_RANKS), "--procs-per-node", "1", "--spares", str(losses), *OFTEN_COPIED)
     system = msgspec.structs.replace(OURS, launcher=OURS.launcher[: OURS.launcher.index("--standalone")])
     arguments = options_of({"state_mb": state_mb, "compute_s": COMPUTE_S, "steps": NODE_EVERY_STEPS * (losses + 1)})
     options = (*shape, "--chaos", str(chaos), "--run-dir", str(directory / "run"))

@@ -29,7 +29,7 @@ ETTR_LIMIT, SIM_ETTR_LIMIT = 0.95, 0.99
 CITED = {
     "block": ("DCP async_save, tuned", 0.081),
     "lost": ("DLRover disk", 0.69),
-    "durable": ("torch.save", 3.8),
+    "durable": ("DCP save", 5.4),
     "restore": ("DLRover memory", 0.143),
     "full": ("torchrun", 5.24),
     "small": ("torchrun", 2.17),
@@ -122,7 +122,8 @@ def _save_rows(measured: Measured, *, is_busy: bool) -> list[Row]:
     durable = {name: figures for name, figures in by_name.items() if figures.durable_s and name != "Dougong"}
     block, block_peer = _best("block", {name: figures.block_s for name, figures in durable.items()})
     lost, lost_peer = _best("lost", {name: figures.lost_s for name, figures in durable.items()})
-    after, after_peer = _best("durable", {name: figures.durable_s for name, figures in durable.items()})
+    synced = {name: figures.durable_s for name, figures in durable.items() if figures.is_synced}
+    after, after_peer = _best("durable", synced)
     rows = [
         _row(
             f"training thread held up per durable save, s{kind} (best peer: {block})",
@@ -139,7 +140,7 @@ def _save_rows(measured: Measured, *, is_busy: bool) -> list[Row]:
             limit=round(factor * floor_s, 4),
         ),
         _row(
-            f"durable after, s{kind} (best peer: {after})",
+            f"durable after, s{kind} (best peer that syncs: {after})",
             median(ours.durable_s),
             peer=after_peer,
             floor=disk_floor_s,
@@ -153,14 +154,11 @@ def _save_rows(measured: Measured, *, is_busy: bool) -> list[Row]:
 
 
 def _restore_rows(measured: Measured) -> list[Row]:
-    ours = [
-        recovery.restored_s
-        for recovery in recoveries_of(measured.kills, "Dougong", is_full=True)
-        if recovery.restored_s is not None and recovery.source == "memory"
-    ]
-    peers = {figures.method: figures.restore_s for figures in measured.saves if figures.restore_s}
-    if not ours and not peers:
+    recoveries = recoveries_of(measured.kills, "Dougong", is_full=True)
+    if not recoveries:
         return []
+    ours = [item.restored_s for item in recoveries if item.restored_s is not None and item.source == "memory"]
+    peers = {figures.method: figures.restore_s for figures in measured.saves if figures.restore_s}
     floors_s = [floor_s for figures in measured.saves if not figures.is_busy for floor_s in figures.floor_s]
     best, peer = _best("restore", peers)
     name = f"restore from memory, warm, s (best peer: {best})"

@@ -89,6 +89,9 @@ _TORCHRUN = TORCHRUN[1:]
 _DLROVER = ("-m", "dlrover.trainer.torch.main", "--standalone", "--nnodes=1", f"--nproc_per_node={NUM_RANKS}")
 _NVRX = ("-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--ignore-missing-fault-tol-cfg", *_SHAPE)
 
+# Where a fault comes every minute, more than the usual tenth of the time may go into copies on other nodes.
+OFTEN_COPIED = ("--memory-every", "1", "--set", "save.peer_busy_ratio=0.5")
+
 OURS = System(name="Dougong", script="dougong_attach.py", launcher=(*DOUGONG[1:], "--no-score", *_SHAPE))
 TORCH_FILES = System(name="torch.save", script="torch_files.py", launcher=(*_TORCHRUN, *_SHAPE))
 TORCHRUN_SAVING = msgspec.structs.replace(TORCH_FILES, name="torchrun")

@@ -104,8 +104,8 @@ def _alone(kind: FaultKind) -> tuple[FaultKind, ...]:
 def _sensible(kinds: Sequence[FaultKind], *, num_spares: int, dice: random.Random) -> tuple[FaultKind, ...]:
     """An end comes last and once; a node returns only after one was killed; two more dead than spares is one too many;
     a damaged checkpoint is looked at only when a node dies after it."""
-    ends = tuple(kind for kind in kinds if _is_ending(kind))[:1]
-    rest = tuple(kind for kind in kinds if not _is_ending(kind))
+    ends: tuple[FaultKind, ...] = tuple(kind for kind in kinds if _is_ending(kind))
+    rest: tuple[FaultKind, ...] = tuple(kind for kind in kinds if not _is_ending(kind))
     chosen: list[FaultKind] = []
     num_dead = 0
     for kind in rest:
@@ -122,7 +122,7 @@ def _sensible(kinds: Sequence[FaultKind], *, num_spares: int, dice: random.Rando
         if kind == "corrupt-checkpoint" and num_dead < num_spares and dice.random() < 0.5:
             chosen.append("kill-node")
             num_dead += 1
-    return (*chosen, *ends)
+    return (*chosen, *ends[:1])
 
 
 def _is_ending(kind: FaultKind) -> bool:

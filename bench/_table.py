@@ -229,6 +229,10 @@ def _campaign(result: Result) -> str:
     return f"{passed} of {result['num_sequences']} sequences, {result['num_faults']} faults"
 
 
+def _seconds(value_s: float, range_s: list[float]) -> str:
+    return f"{value_s:.2f} s ({range_s[0]:.2f}–{range_s[1]:.2f})"
+
+
 ROWS = (
     Row(
         "crash → first step, GPT of 129 MB state, attached",
@@ -390,6 +394,13 @@ ROWS = (
         _effective("16,384 cards, 30 days: torchrun, torch.save its best interval"),
         "99 % effective",
         _effective("16,384 cards, 30 days: dougong"),
+    ),
+    Row(
+        "2 ranks of 1.1 GB on disk, synced and checksummed",
+        "durable_write",
+        lambda result: f"raw O_DIRECT writes: {_seconds(result['floor_s'], result['floor_s_range'])}",
+        "at most 2 s",
+        lambda result: _seconds(result["writer_s"], result["writer_s_range"]),
     ),
     Row(
         "CPU time of `dougong --help`",

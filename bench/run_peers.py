@@ -57,14 +57,19 @@ def main() -> int:
     found = machine()
     wanted = [unit for unit in _units(options, measured) if unit.part in options.only]
     absent = _say_what_is_absent()
-    failures = _measure_all(wanted, work=options.work)
     measured.sim_ettr = _sim_ettr(options.out.parent)
-    rows = rows_of(measured)
-    _print(measured, rows)
-    write_result(options.out, rows)
     details = {"machine": found, "state_mb": options.state_mb, "rounds": options.rounds, "not_installed": absent}
-    details |= {"versions": VERSIONS, "failures": failures, "measured": measured}
-    write_result(options.out.parent / "details" / options.out.name, details)
+    failures: list[str] = []
+
+    def keep() -> None:
+        write_result(options.out, rows_of(measured))
+        facts = {**details, "versions": VERSIONS, "failures": failures, "measured": measured}
+        write_result(options.out.parent / "details" / options.out.name, facts)
+
+    _measure_all(wanted, failures, work=options.work, keep=keep)
+    _print(measured, rows_of(measured))
+    for failure in failures:
+        print(f"NOT MEASURED: {failure}")
     return 1 if failures else 0
 
 
@@ -168,9 +173,11 @@ def _say_what_is_absent() -> list[str]:
     return absent
 
 
-def _measure_all(units: Sequence[Unit], *, work: Path | None) -> list[str]:
-    """Each in turn, in a directory that is removed after it; what could not be measured, in words."""
-    failures: list[str] = []
+def _measure_all(units: Sequence[Unit], failures: list[str], *, work: Path | None, keep: Callable[[], None]) -> None:
+    """Each in turn, in a directory that is removed after it, with all that is known kept after each.
+
+    What could not be measured goes into `failures` in words. Ctrl-C ends it there.
+    """
     began_s = time.monotonic()
     done_s = 0.0
     for number, unit in enumerate(units):
@@ -190,19 +197,23 @@ def _measure_all(units: Sequence[Unit], *, work: Path | None) -> list[str]:
         except (RuntimeError, OSError, AssertionError, LookupError, ValueError) as error:
             traceback.print_exc()
             failures.append(f"{unit.name}: {error}")
+        except KeyboardInterrupt:
+            failures.append(f"{unit.name} and what comes after it: interrupted")
+            return
         finally:
             shutil.rmtree(directory, ignore_errors=True)
+            keep()
         done_s += unit.estimate_s
-    return failures
 
 
 def _sim_ettr(results: Path) -> float | None:
-    """From the simulated practices, if they were run: the one with one fault per 2.8 h at the measured costs."""
+    """From the simulated practices (bench/practices.py), if they were run: the worst row with a fault every 2.8 h."""
     path = results / "practices.json"
     if not path.exists():
         return None
-    value = msgspec.json.decode(path.read_bytes()).get("ettr_at_measured_costs")
-    return float(value) if isinstance(value, int | float) else None
+    rows = msgspec.json.decode(path.read_bytes())["rows"]
+    found = [row["ours"] for row in rows if row["limit"] is not None and row["name"].startswith("16,384 cards")]
+    return min(found) if found else None
 
 
 def _print(measured: Measured, rows: Sequence[Row]) -> None:

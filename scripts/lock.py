@@ -17,7 +17,7 @@ ENTRY = re.compile(r"[a-z0-9-]+==[^\s;]+(?: ; [^\\]+)?(?: \\)?|    --hash=sha256
 # The file, the extras that it holds, further requirements, and the locks with which it must agree.
 LOCKS = (
     ("run.txt", ("train", "nvidia"), (), ()),
-    ("dev.txt", ("train", "nvidia", "docs", "dev"), (), ("run.txt",)),
+    ("dev.txt", ("train", "nvidia", "crypto", "docs", "dev"), (), ("run.txt",)),
     ("frameworks.txt", ("train", "hf", "lightning"), ("tests.in",), ("run.txt", "dev.txt")),
 )
 

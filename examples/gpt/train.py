@@ -155,7 +155,7 @@ def unigram_entropy_nats(text: torch.Tensor) -> float:
 
 def main() -> None:
     options = parse()
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    dougong.init_process_group()  # (dougong) instead of dist.init_process_group("nccl" or "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(options.seed)
 

@@ -105,3 +105,30 @@ def test_a_process_of_another_run_with_the_same_node_names_is_left_alone(backend
         wait_for(lambda: process.pids_with_variable(NODE_VARIABLE, f"other-run:{A}") == (bystander.pid,))
         backend.kill_node(A)
         assert process.is_alive(bystander.pid)
+
+
+def test_a_node_that_was_killed_can_return_and_start_an_agent_again(backend: LocalNodes, tmp_path: Path) -> None:
+    for component in (B, A):
+        backend.kill_node(component)
+    assert backend.killed_nodes() == (B, A), "the first first"
+    assert not backend.can_return(A)
+    backend.return_node(A)
+    assert backend.killed_nodes() == (B,)
+    assert backend.can_return(A)
+    backend.start_agent(A)
+    assert not backend.can_return(A), "while something of it runs, it is not cleared"
+
+
+def test_the_clocks_of_two_nodes_are_turned_apart(backend: LocalNodes, tmp_path: Path) -> None:
+    backend.jump_clock(A, jump_s=60.0)
+    backend.jump_clock(A, jump_s=-3600.0)
+    backend.jump_clock("controller", jump_s=1.5)
+    offsets = {name: nodes.clock_offset_file(tmp_path, name) for name in (A, B, "controller")}
+    assert offsets[A].read_text() == str(-3540 * 10**9)
+    assert not offsets[B].exists()
+    assert offsets["controller"].read_text() == "1500000000"
+
+
+def test_nodes_that_share_a_network_cannot_be_cut_off(backend: LocalNodes) -> None:
+    with pytest.raises(OSError, match="share one network"):
+        backend.cut(A, B)

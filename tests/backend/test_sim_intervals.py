@@ -21,7 +21,7 @@ BLOCKING_S = 3.83  # torch.save of 2.2 GB over two ranks on two cores
 
 @pytest.fixture(scope="module")
 def scenario() -> Scenario:
-    warned: list[str] = []
+    warned: list[object] = []
     loaded = load_scenario(PATH, warn=warned.append)
     assert warned == []
     return loaded

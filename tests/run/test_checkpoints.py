@@ -16,6 +16,8 @@ from dougong.run.letters import (
     CheckpointCommitted,
     DropCheckpoint,
     MetadataWritten,
+    Reopened,
+    SaveAgain,
     ShardFailed,
     ShardSkipped,
     ShardWritten,
@@ -71,7 +73,7 @@ def metadata(root: Path, step: int) -> MetadataWritten:
     return MetadataWritten(generation=1, rank=0, step=step, file=written(root, ".metadata", step))
 
 
-Told = ShardWritten | ShardFailed | ShardSkipped | MetadataWritten
+Told = ShardWritten | ShardFailed | ShardSkipped | SaveAgain | MetadataWritten
 
 
 def tell(desk: CheckpointDesk, *letters: Told) -> list[Outcome]:
@@ -94,7 +96,7 @@ def failed(rank: int, step: int) -> ShardFailed:
 
 
 def skipped(rank: int, step: int) -> ShardSkipped:
-    return ShardSkipped(generation=1, rank=rank, step=step, busy_step=step - 50, write_bytes_per_s=9e7)
+    return ShardSkipped(generation=1, rank=rank, step=step, busy_step=step - 50)
 
 
 def test_it_is_committed_when_all_shards_and_the_metadata_are_there(tmp_path: Path) -> None:
@@ -140,8 +142,27 @@ def test_a_step_that_one_rank_skipped_is_given_up_by_all(tmp_path: Path) -> None
     outcomes = tell(desk, *letters, metadata(tmp_path, 100))
     assert outcomes[1].letter == DropCheckpoint(generation=1, rank=0, step=100)
     (event,) = outcomes[1].events
-    assert isinstance(event, StorageFailing) and event.cause == "slow" and "90 MB/s" in event.reason
+    assert isinstance(event, StorageFailing) and event.cause == "slow" and "B/s" in event.reason
     assert stored(tmp_path) == []
+
+
+def test_a_step_that_was_given_up_is_reopened_when_all_ranks_would_save_it_again(tmp_path: Path) -> None:
+    desk = desk_at(tmp_path)
+    tell(desk, shard(tmp_path, 0, 100), skipped(1, 100))
+    again = [SaveAgain(generation=1, rank=rank, step=100) for rank in RANKS]
+    *early, last = tell(desk, *again)
+    assert early == [Outcome()] * 3
+    assert last.letter == Reopened(generation=1, rank=0, step=100)
+    assert isinstance(save(desk, tmp_path, 100)[-1].letter, CheckpointCommitted)
+    assert stored(tmp_path) == [(100, True)]
+
+
+def test_what_is_committed_is_never_reopened(tmp_path: Path) -> None:
+    desk = desk_at(tmp_path)
+    save(desk, tmp_path, 100)
+    outcomes = tell(desk, *(SaveAgain(generation=1, rank=rank, step=100) for rank in RANKS))
+    assert outcomes == [Outcome()] * 4
+    assert stored(tmp_path) == [(100, True)]
 
 
 def test_letters_told_again_to_another_controller_commit_nothing_twice(tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ class NoNodes:
     def end_agent(self, component: str) -> None:
         return
 
+    def can_return(self, component: str) -> bool:
+        return False
+
 
 def known(controller: Any) -> dict[str, Any]:
     """What a controller knows of what the log must tell the next one."""

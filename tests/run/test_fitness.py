@@ -60,3 +60,14 @@ def test_a_resume_tests_the_nodes_that_come_back(tmp_path: Path) -> None:
     settings = settings_at(tmp_path)
     lost = settings.nodes[1]
     assert untested_at_start(settings, JobHistory(lost_nodes=frozenset({lost})), is_resume=True) == (lost,)
+
+
+def test_a_node_under_test_is_known_to_be_until_the_verdict() -> None:
+    fitness = Fitness(untested=("a",))
+    assert not fitness.is_testing
+    orders = fitness.begin({"a": "host"}, now_s=0.0)
+    assert fitness.is_testing
+    fitness.hear("a", Preflighted(serial=orders[0][1].serial, stage=0, free_port=1, is_exact=False))
+    news = fitness.proceed(now_s=1.0, usable=("a", "b"), num_needed=1)
+    assert [type(event) for event in news.events] == [PreflightDone, NodeQuarantined]
+    assert (fitness.is_testing, fitness.untested) == (False, ())

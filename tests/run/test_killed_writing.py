@@ -87,16 +87,17 @@ def test_a_writer_killed_at_any_call_leaves_no_false_checkpoint_and_the_next_sav
     commit_what_was_told(whole)
     assert newest_good(str(whole / "checkpoints"))[0] == (10, "step-000000010-g001")
     names = {moment.name for moment in found}
-    assert {"mkdir", "fallocate", "pwrite64", "ftruncate", "fsync", "unlink", "rename"} <= names, found
-    num_told = {_num_told_by_killed_writer(tmp_path / f"{m.name}-{m.count}", m) for m in found}
-    assert 0 in num_told, found
+    assert {"mkdir", "fallocate", "ftruncate", "fsync", "unlink", "rename"} <= names, found
+    assert names & {"pwrite64", "pwritev", "pwritev2"}, found
+    num_killed = sum(_is_killed_well(tmp_path / f"{m.name}-{m.count}", m) for m in found)
+    # one thread may carry out both orders this time, or each its own: then it never comes to some call
+    assert num_killed > 0.7 * len(found) > 10, found
 
 
-def _num_told_by_killed_writer(root: Path, moment: Moment) -> int:
+def _is_killed_well(root: Path, moment: Moment) -> bool:
     root.mkdir()
     lines = lines_of(root, orders_at(root))
-    # one thread may carry out both orders this time, or each its own: then it never comes to this call
-    kill_at(moment, made.writer_command(root), paths=(), log=root / "log", stdin=lines)
+    was_killed = kill_at(moment, made.writer_command(root), paths=(), log=root / "log", stdin=lines)
     told = made.told_controller(root)
     assert not any(isinstance(letter, ShardFailed) for letter in told), (moment, told)
     # the next writer gives up what was begun, and the controller acts on all the letters there are
@@ -106,7 +107,7 @@ def _num_told_by_killed_writer(root: Path, moment: Moment) -> int:
     assert_no_false_commit(root)
     assert_next_save_succeeds(root)
     shutil.rmtree(root)
-    return len(told)
+    return was_killed
 
 
 @pytest.mark.parametrize("lock", [(), ("100",)], ids=["plain", "locked"])

@@ -4,7 +4,6 @@ import errno
 import mmap
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
@@ -54,14 +53,13 @@ def test_what_lies_on_a_page_goes_to_the_disk_as_it_lies(tmp_path: Path, monkeyp
     """No copy of the bulk: the very memory that was given is what is written."""
     content = pages(os.urandom(3 * 2**20))
     written: list[int] = []
-    real = os.pwrite
+    real = os.pwritev
 
-    def pwrite(fd: int, chunk: Any, offset: int) -> int:
-        if chunk.obj is content.obj:
-            written.append(len(chunk))
-        return real(fd, chunk, offset)
+    def pwritev(fd: int, parts: list[memoryview], offset: int) -> int:
+        written.extend(len(part) for part in parts if part.obj is content.obj)
+        return real(fd, parts, offset)
 
-    monkeypatch.setattr(module.os, "pwrite", pwrite)
+    monkeypatch.setattr(module.os, "pwritev", pwritev)
     file = DirectFile(str(tmp_path / "f"), num_bytes=4096 + len(content), on_chunk=lambda _: None)
     file.write(memoryview(bytes(4096)))
     file.write(content, is_on_page=True)
@@ -72,20 +70,33 @@ def test_what_lies_on_a_page_goes_to_the_disk_as_it_lies(tmp_path: Path, monkeyp
 def test_a_file_system_that_refuses_direct_writes_gets_ordinary_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.pwrite
+    real = os.pwritev
     refusals: list[int] = []
 
-    def pwrite(fd: int, chunk: Any, offset: int) -> int:
+    def pwritev(fd: int, parts: list[memoryview], offset: int) -> int:
         if module.fcntl.fcntl(fd, module.fcntl.F_GETFL) & os.O_DIRECT:
-            refusals.append(len(chunk))
+            refusals.append(len(parts))
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real(fd, chunk, offset)
+        return real(fd, parts, offset)
 
-    monkeypatch.setattr(module.os, "pwrite", pwrite)
+    monkeypatch.setattr(module.os, "pwritev", pwritev)
     content = os.urandom(200_001)
     write(tmp_path / "f", [(content, True)])
     assert len(refusals) == 1
     assert (tmp_path / "f").read_bytes() == content
+
+
+def test_a_write_that_takes_only_a_part_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwritev
+
+    def pwritev(fd: int, parts: list[memoryview], offset: int) -> int:
+        whole = b"".join(parts)
+        return real(fd, [pages(whole[: max(4096, len(whole) // 2 // 4096 * 4096)])], offset)
+
+    monkeypatch.setattr(module.os, "pwritev", pwritev)
+    content = os.urandom(300_000)
+    write(tmp_path / "f", [(bytes(8192), False), (content, True), (b"end", False)])
+    assert (tmp_path / "f").read_bytes() == bytes(8192) + content + b"end"
 
 
 def test_shared_memory_takes_files_too(tmp_path: Path) -> None:

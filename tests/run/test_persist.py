@@ -13,10 +13,12 @@ import torch
 from dougong.run.capture import write_snapshot
 from dougong.run.layout import NodeDirectory
 from dougong.run.letters import (
+    AgentLetter,
     CheckpointCommitted,
     DropCheckpoint,
-    OrderDone,
     OrderPut,
+    Reopened,
+    SaveAgain,
     ShardFailed,
     ShardSkipped,
     ShardWritten,
@@ -65,10 +67,10 @@ class Bench:
         self.writer = Writer(WriterSettings(node_root=str(self.node.root), write_bytes_per_s=0.0, checkpoint_key=""))
 
     def submit(self, step: int, *, num_values: int = 50_000) -> None:
+        assert self.persister.may_begin(step)
         tree = {"model": {"w": torch.full((num_values,), float(step))}}
-        index, num_bytes = write_snapshot(
-            self.files, tree, step=step, generation=1, world_size=1, sharding=Sharding({}, rank=0, world_size=1)
-        )
+        sharding = Sharding({}, rank=0, world_size=1, replicated_over=range(1))
+        index, num_bytes = write_snapshot(self.files, tree, step=step, generation=1, world_size=1, sharding=sharding)
         self.persister.submit(PersistRequest(index=index, num_bytes=num_bytes, step=step, stall_s=0.0))
 
     def told(self, kind: type[WorkerLetter]) -> list[WorkerLetter]:
@@ -82,7 +84,7 @@ class Bench:
         assert isinstance(letter, OrderPut)
         self.writer.serve(Path(letter.path))
 
-    def answer(self, letter: WriteMetadata | CheckpointCommitted | DropCheckpoint | OrderDone) -> None:
+    def answer(self, letter: AgentLetter) -> None:
         post(self.node.inbox(0), letter)
 
     def files_of(self, step: int) -> set[str]:
@@ -102,7 +104,6 @@ def committed(step: int) -> CheckpointCommitted:
 
 
 def test_a_save_goes_from_the_snapshot_to_a_settled_checkpoint(bench: Bench) -> None:
-    assert bench.persister.may_begin(5)
     bench.submit(5)
     bench.serve()
     (shard,) = bench.told(ShardWritten)
@@ -113,6 +114,25 @@ def test_a_save_goes_from_the_snapshot_to_a_settled_checkpoint(bench: Bench) -> 
     bench.answer(committed(5))
     assert bench.persister.wait_committed(step=5)
     assert bench.persister.may_begin(10)
+
+
+def test_a_reservation_without_a_snapshot_can_be_given_back(bench: Bench) -> None:
+    assert bench.persister.may_begin(5)
+    assert not bench.persister.may_begin(6)
+    bench.persister.release()
+    assert bench.persister.may_begin(7)
+
+
+def test_the_last_step_is_saved_again_when_every_rank_would(bench: Bench) -> None:
+    bench.submit(5)
+    bench.serve()
+    bench.answer(DropCheckpoint(generation=1, rank=0, step=5))
+    assert not bench.persister.wait_committed(step=5)
+    bench.answer(Reopened(generation=1, rank=0, step=5))
+    assert bench.persister.begin_again(5, on_wait=lambda: None)
+    assert len(bench.told(SaveAgain)) == 1
+    assert not bench.persister.may_begin(6)
+    bench.persister.release()
 
 
 def test_submitting_returns_although_nobody_writes(bench: Bench) -> None:
@@ -130,7 +150,7 @@ def test_what_is_due_before_the_one_before_is_settled_is_skipped_and_told(bench:
     assert not bench.persister.may_begin(10)
     (skip,) = bench.told(ShardSkipped)
     assert isinstance(skip, ShardSkipped)
-    assert (skip.step, skip.busy_step) == (10, 5) and skip.write_bytes_per_s > 0
+    assert (skip.step, skip.busy_step) == (10, 5)
     bench.answer(committed(5))
     wait_for(lambda: bench.persister.may_begin(15))
 
@@ -141,7 +161,7 @@ def test_the_buffer_is_kept_until_it_is_written_and_free_after(bench: Bench) -> 
     pinned = bench.files.next_index()
     for step in (6, 7, 8):
         tree = {"model": {"w": torch.full((50_000,), float(step))}}
-        index, _ = write_snapshot(bench.files, tree, step=step, generation=1, world_size=1)
+        index, _ = write_snapshot(bench.files, tree, step=step, generation=1, world_size=1, sharding=None)
         assert index == pinned
     bench.serve()
     wait_for(lambda: bench.files.next_index() != pinned)
@@ -186,6 +206,15 @@ def test_an_order_that_is_gone_without_a_word_is_a_failure_and_not_a_wait(
     assert isinstance(letter, ShardFailed) and "writer" in letter.reason
 
 
+def test_an_order_that_no_writer_begins_is_given_up(bench: Bench) -> None:
+    import msgspec
+
+    bench.persister.move_to(msgspec.structs.replace(bench.place, commit_timeout_s=0.2))
+    bench.submit(5)
+    assert not bench.persister.wait_committed(step=5)
+    assert not order_path(bench.node, 0, "shard").exists()
+
+
 def test_a_commit_whose_letter_was_lost_is_seen_on_the_storage(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dougong.run.persist._LOOK_S", 0.05)
     bench.submit(5)
@@ -204,6 +233,17 @@ def test_a_new_generation_gives_up_what_is_in_hand(bench: Bench) -> None:
     bench.persister.move_to(msgspec.structs.replace(bench.place, generation=2))
     wait_for(lambda: bench.persister.may_begin(6))
     assert not order_path(bench.node, 0, "shard").exists()
+
+
+def test_a_snapshot_from_before_a_roll_back_is_never_written_as_one_of_after_it(bench: Bench) -> None:
+    import msgspec
+
+    bench.submit(5)
+    bench.persister.move_to(msgspec.structs.replace(bench.place, generation=2))
+    wait_for(lambda: bench.persister.may_begin(6))
+    bench.persister.release()
+    orders = list(bench.node.root.glob("*.order"))
+    assert orders == [] and not any("g002" in path.name for path in (bench.root).rglob("step-*"))
 
 
 def test_letters_of_other_steps_and_generations_settle_nothing(bench: Bench) -> None:

@@ -53,14 +53,32 @@ def test_another_cause_is_news() -> None:
 
 def test_slow_storage_is_said_once_and_over_only_when_it_kept_up_for_a_while() -> None:
     alarm = StorageAlarm("/ckpt")
-    (first,) = alarm.skipped(100, reason="rank 1: at 90 MB/s")
-    assert isinstance(first, StorageFailing) and first.cause == "slow" and "90 MB/s" in first.reason
+    assert alarm.written(180_000_000, write_s=2.0) == ()
+    (first,) = alarm.skipped(100, busy_step=50, rank=1, now_s=0.0)
+    assert isinstance(first, StorageFailing) and first.cause == "slow"
+    assert "rank 1" in first.reason and "step 50" in first.reason and "90 MB/s" in first.reason
     for step in range(150, 950, 100):
         assert alarm.committed(step) == ()
-        assert alarm.skipped(step + 50, reason="x") == ()
+        assert alarm.skipped(step + 50, busy_step=step, rank=1, now_s=0.0) == ()
     said = [event for step in range(1000, 1300, 50) for event in alarm.committed(step)]
     (end,) = said
     assert isinstance(end, StorageRecovered) and end.cause == "slow" and end.num_missed == 9
+
+
+def test_the_first_skip_is_said_when_the_rate_is_known() -> None:
+    alarm = StorageAlarm("/ckpt")
+    assert alarm.skipped(100, busy_step=50, rank=0, now_s=0.0) == ()
+    (event,) = alarm.written(9_000_000, write_s=3.0)
+    assert isinstance(event, StorageFailing) and event.step == 100 and "3 MB/s" in event.reason
+    assert alarm.written(9_000_000, write_s=3.0) == ()
+
+
+def test_storage_that_never_finishes_anything_is_said_after_half_a_minute() -> None:
+    alarm = StorageAlarm("/ckpt")
+    assert alarm.skipped(100, busy_step=50, rank=0, now_s=0.0) == ()
+    assert alarm.skipped(150, busy_step=50, rank=0, now_s=20.0) == ()
+    (event,) = alarm.skipped(200, busy_step=50, rank=0, now_s=40.0)
+    assert isinstance(event, StorageFailing) and event.step == 100
 
 
 def test_both_are_told_in_one_line_for_people() -> None:

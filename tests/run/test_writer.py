@@ -11,7 +11,7 @@ import pytest
 from dougong.run.layout import NodeDirectory
 from dougong.run.letters import OrderDone, ShardFailed, ShardWritten
 from dougong.run.manifest import FileRecord
-from dougong.run.write_order import orders_in, put_order, take_order
+from dougong.run.write_order import WriteOrder, orders_in, put_order, take_order
 from dougong.run.writer import Writer, WriterSettings
 from tests.run import made_orders as made
 from tests.run.runs import wait_for
@@ -151,8 +151,8 @@ def test_boxes_of_a_run_that_is_over_do_not_come_back(tmp_path: Path) -> None:
     writer = writer_at(tmp_path)
     real = writer._carry_out
 
-    def carry_out(*arguments: object) -> tuple[FileRecord, ...]:
-        files = real(*arguments)  # pyright: ignore[reportArgumentType]
+    def carry_out(order: WriteOrder, path: Path, fd: int) -> tuple[FileRecord, ...]:
+        files = real(order, path, fd)
         shutil.rmtree(tmp_path / "node")
         return files
 

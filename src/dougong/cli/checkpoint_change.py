@@ -40,6 +40,7 @@ def export(
     sealer = sealer_at(checkpoint_key)
     try:
         from dougong.run.dcp_export import WholeTensors
+        from dougong.run.dcp_read import DurableState
     except ImportError as error:
         raise MissingExtra("torch", extra="train", needed_for="dougong checkpoint export") from error
     from dougong.run.safetensors import header_bytes, write_export
@@ -49,22 +50,24 @@ def export(
     meter = Meter(bytes_there(url, directory) or 0, clock=SystemClock(), is_tty=sys.stderr.isatty())
     found = manifest.verify(url, directory, on_read=meter.advance, sealer=sealer)
     meter.clear()
-    storage, root = manifest.storage_at(url)
-    tensors = WholeTensors(UnsealedPlace(storage, sealer), f"{root}/{directory}", part=part)
-    try:
+    plain, root = manifest.storage_at(url)
+    storage = UnsealedPlace(plain, sealer)
+    with DurableState(storage, f"{root}/{directory}", world_size=found.world_size) as saved:
+        tensors = WholeTensors(saved, part=part)
         entries = tensors.entries()
         if not entries:
-            raise UserError(
-                f"{directory} holds no tensor of {part!r}", where="--part", mend=f"one of {', '.join(tensors.parts)}"
-            )
+            parts = ", ".join(tensors.parts)
+            raise UserError(f"{directory} holds no tensor of {part!r}", where="--part", mend=f"one of {parts}")
         header_bytes(entries, metadata={})  # a dtype that the format does not have is told before the first byte
-        _make_empty(out)
         told = {"format": "pt", "run_id": found.run_id, "step": str(found.step)}
-        paths = write_export(out, entries, content_of=tensors.content_of, metadata=told, max_file_bytes=max_file_bytes)
-    except OSError as error:
-        raise UserError(f"it cannot be written: {error.strerror}", where=str(out), mend="give another place") from error
-    finally:
-        tensors.close()
+        try:
+            _make_empty(out)
+            paths = write_export(
+                out, entries, content_of=tensors.content_of, metadata=told, max_file_bytes=max_file_bytes
+            )
+        except OSError as error:
+            what = f"it cannot be written: {error.strerror}"
+            raise UserError(what, where=str(out), mend="give another place") from error
     for path in paths:
         click.echo(f"{path}  {format_bytes(path.stat().st_size)}")
     click.echo(f"{len(entries)} tensors of {directory}", err=True)

@@ -66,6 +66,8 @@ class _Worker:
         self.pidfd = pidfd
         self.num_drained = 0
         self.activity: ActivityState | None = None
+        self.ending: process.Ending | None = None
+        """It is on its way out; the kernel is still freeing its memory."""
 
 
 class Agent:
@@ -120,9 +122,9 @@ class Agent:
         self._node.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         fill_reserve(self._node.root)
         self._adopt()
-        self._link_port = await self._links.open(_listen_host(self._settings))
+        self._link_port = await self._links.open(self._settings.node_host)
         await self._zygote.start()
-        await self._writer.start()
+        await self._writer.take_over()
         watch = asyncio.create_task(self._watch())
         watch.add_done_callback(self._on_task_done)
         try:
@@ -175,7 +177,7 @@ class Agent:
             component=self._component,
             pid=os.getpid(),
             address=own_host,
-            free_port=free_port(_listen_host(self._settings)),
+            free_port=free_port(self._settings.node_host),
             workers=tuple(worker.worker for worker in self._workers.values()),
             snapshots=snapshots_in(self._node, is_verified=False),
             courier_port=self._courier.held.courier_port,
@@ -372,6 +374,7 @@ class Agent:
                     if was_away:
                         worker.activity = None
                     worker.activity = advance(worker.activity, process.read(worker.worker.pid), now_s=now_s)
+            self._look_for_endings()
             self._forward_letters()
             self._forward_steps()
             phases = [worker.page.phase for worker in self._workers.values()]
@@ -441,8 +444,19 @@ class Agent:
             on_wall = tuple(_shifted(record, offset_ns) for record in records)
             self._tell(wire.Steps(rank=worker.worker.rank, generation=worker.worker.generation, records=on_wall))
 
+    def _look_for_endings(self) -> None:
+        """A rank with much memory is lost long before the kernel has given all of it back and says so."""
+        for rank, worker in tuple(self._workers.items()):
+            if worker.pidfd < 0 or worker.ending is not None:
+                continue
+            running = worker.worker
+            worker.ending = process.bad_ending(running.pid, start_ticks_expected=running.start_ticks)
+            if worker.ending is not None:
+                self._on_exit(rank, worker.pidfd)
+
     def _on_exit(self, rank: int, pidfd: int) -> None:
-        asyncio.get_running_loop().remove_reader(pidfd)
+        if not asyncio.get_running_loop().remove_reader(pidfd):
+            return
         worker = self._workers.get(rank)
         if worker is not None and worker.pidfd == pidfd:
             self._spawn(self._bury(worker))
@@ -451,7 +465,10 @@ class Agent:
         """Say how a worker ended, after its last letters and steps. A moment is given to the zygote to say the exit
         code."""
         time_ns = self._clock.wall_ns()
-        exit_code, signal_number = await self._zygote.how_it_ended(worker.worker.pid, timeout_s=_EXIT_CODE_S)
+        if worker.ending is not None:
+            exit_code, signal_number = worker.ending.exit_code, worker.ending.signal
+        else:
+            exit_code, signal_number = await self._zygote.how_it_ended(worker.worker.pid, timeout_s=_EXIT_CODE_S)
         self._forward_letters()
         running = worker.worker
         if exit_code != 0:
@@ -489,13 +506,13 @@ class Agent:
                 process.kill(worker.worker.pid, signal.SIGTERM)
             await self._wait_gone(victims, timeout_s=order.grace_s)
         await self._end(victims)
-        alive = [worker.worker for worker in victims if process.is_alive(worker.worker.pid)]
+        alive = [worker.worker for worker in victims if process.is_running(worker.worker.pid)]
         states = (process.read(worker.pid) for worker in alive)
         self._tell(
             wire.Killed(
                 generation=order.generation,
                 snapshots=snapshots_in(self._node, is_verified=False),
-                free_port=free_port(_listen_host(self._settings)),
+                free_port=free_port(self._settings.node_host),
                 undead=tuple(worker.rank for worker in alive),
                 undead_states=tuple("?" if reading is None else reading.state for reading in states),
                 copies=CopyStore(self._node).held(),  # a rank may have found one damaged meanwhile
@@ -513,7 +530,7 @@ class Agent:
 
     async def _wait_gone(self, workers: list[_Worker], *, timeout_s: float) -> None:
         deadline_s = self._now_s() + timeout_s
-        while any(process.is_alive(w.worker.pid) for w in workers) and self._now_s() < deadline_s:
+        while any(process.is_running(w.worker.pid) for w in workers) and self._now_s() < deadline_s:
             await asyncio.sleep(0.005)
 
     async def _probe_links(self, order: wire.ProbeLinks) -> None:
@@ -537,7 +554,7 @@ class Agent:
 
     async def _preflight(self, order: wire.Preflight) -> None:
         answer = await probe(order, node=self._node, run=self._run, settings=self._settings, zygote=self._zygote)
-        port = free_port(_listen_host(self._settings))
+        port = free_port(self._settings.node_host)
         self._tell(msgspec.structs.replace(answer, free_port=port), is_kept=False)
 
     async def _leave(self, *, is_memory_kept: bool) -> None:
@@ -594,10 +611,6 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
-
-
-def _listen_host(settings: RunSettings) -> str:
-    return "127.0.0.1" if settings.backend == "local" and not settings.has_networks else ""
 
 
 def _shifted(record: StepRecord, offset_ns: int) -> StepRecord:

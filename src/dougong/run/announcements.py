@@ -22,7 +22,7 @@ class Announcements:
         self.is_model_described = history.is_model_described
         self._is_peak_described = history.is_peak_described
         self.is_restored = history.is_restored
-        self._world_size = settings.world_size
+        self._world_size = len(history.placement) or settings.world_size
         self._reason = ""
         self._restored: dict[int, letters.Restored] = {}
         self._peaks: dict[int, letters.PeakMeasured] = {}

@@ -148,6 +148,7 @@ class Job:
         self._is_memory_warned = False
         self._submitted_step = 0
         self._loaded_step = 0
+        self._until: int | None = None
         self._resumed_step = 0
         self._can_go_back = True
         self._log_writers: list[ContinuedWriter] = []
@@ -215,6 +216,7 @@ class Job:
 
         Everything between two steps (evaluation, logging) belongs to the step before: a restart does not do it again.
         """
+        self._until = until
         self._restore()
         while until is None or self._step < until:
             began_ns = time.monotonic_ns()
@@ -393,14 +395,28 @@ class Job:
             return
         wants_stop = bool(page.stop_at_step) and self._step >= page.stop_at_step
         self._save_times.take(page.save_order, step=self._step)
-        is_due = self._save_times.is_durable(self._step)
-        is_durable = wants_stop or (is_due and self._persister is not None and self._persister.may_begin(self._step))
-        if (is_durable or self._save_times.is_due(self._step)) and not self._refuses_save():
-            self._save(is_durable=is_durable)
+        is_due, is_memory_due = self._save_times.is_durable(self._step), self._save_times.is_due(self._step)
+        if wants_stop or is_due or is_memory_due:
+            self._save_if_good(
+                is_memory_due=is_memory_due, is_due=is_due, is_last=wants_stop or (is_due and self._step == self._until)
+            )
         elif not self._has_room:
             self._make_room()
         if wants_stop:
             self._leave_resumable()
+
+    def _save_if_good(self, *, is_memory_due: bool, is_due: bool, is_last: bool) -> None:
+        """`is_due`: durably, unless the one before is not finished everywhere. At the last step that is waited for."""
+        assert self._persister is not None
+        if self._refuses_save():
+            if is_due or is_last:
+                self._persister.hold(self._step)
+            return
+        if is_last:
+            self._persister.begin_last(on_wait=self._is_saving)
+        is_durable = is_last or (is_due and self._persister.may_begin(self._step))
+        if is_durable or is_memory_due:
+            self._save(is_durable=is_durable)
 
     def _refuses_save(self) -> bool:
         """Is the state not worth replacing the last good one: this rank's loss is bad, or another's was lately?"""
@@ -430,8 +446,6 @@ class Job:
         self._copier.wait()
         if self._wants_own_memory:
             self._leave_adopted()
-        if is_durable:
-            self._persister.wait_idle(on_wait=self._is_saving)
         capture = self._capture()
         step = self._step
         stall_s = (time.monotonic_ns() - began_ns) / 1e9
@@ -471,6 +485,8 @@ class Job:
             self._is_blocking = True
             self._warn(f"{done.reason} outside of the optimizer's step; from now on training waits for each copy")
         if done.slot is None:
+            if is_durable:
+                self._persister.release()
             assert self._files is not None
             self._wants_own_memory = not done.is_changed and self._files.adopted_index is not None
             # training goes on without this checkpoint, and a person is told
@@ -522,13 +538,30 @@ class Job:
             return
         assert self._copier is not None
         self._copier.wait()
-        if self._step not in (self._submitted_step, self._loaded_step) and not self._refuses_save():
-            self._save(is_durable=True)
         self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
-        self._copier.wait()
-        if self._step == self._submitted_step:
-            self._persister.wait_committed(step=self._step, on_wait=self._is_saving)
+        is_submitted = self._step == self._submitted_step
+        if self._step != self._loaded_step and (is_submitted or not self._refuses_save()):
+            self._save_last()
         self._page.enter(Phase.BETWEEN, now_ns=time.monotonic_ns())
+
+    def _save_last(self) -> None:
+        """Until it is durable. If it was skipped or given up, all ranks try once more."""
+        assert self._persister is not None and self._copier is not None
+        if self._step != self._submitted_step and not self._persister.was_skipped(self._step):
+            self._persister.begin_last(on_wait=self._is_saving)
+            self._save(is_durable=True)
+            self._copier.wait()
+        if not self._is_committed() and self._persister.begin_again(self._step, on_wait=self._is_saving):
+            self._save(is_durable=True)
+            self._copier.wait()
+            self._is_committed()
+
+    def _is_committed(self) -> bool:
+        """Is the state of this step durable? Waits until that is known."""
+        assert self._persister is not None
+        if self._step != self._submitted_step:
+            return False
+        return self._persister.wait_committed(step=self._step, on_wait=self._is_saving)
 
     def _restore(self, *, then: Callable[[], None] | None = None) -> None:
         """Take up the saved state, then meet the other ranks (`then`, or a newcomer its peers)."""

@@ -18,7 +18,10 @@ from dougong.run.letters import (
     CheckpointCommitted,
     DropCheckpoint,
     MetadataWritten,
+    Reopened,
+    SaveAgain,
     ShardFailed,
+    ShardHeld,
     ShardSkipped,
     ShardWritten,
     WriteMetadata,
@@ -26,14 +29,15 @@ from dougong.run.letters import (
 from dougong.run.sealed import load_key, load_sealer
 from dougong.run.settings import RunSettings
 from dougong.run.storage_alarm import StorageAlarm, cause_of
-from dougong.units import format_si
+
+CheckpointLetter = ShardWritten | ShardFailed | ShardSkipped | ShardHeld | SaveAgain | MetadataWritten
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What follows from a letter about a checkpoint."""
 
     events: tuple[AnyEvent, ...] = ()
-    letter: WriteMetadata | CheckpointCommitted | DropCheckpoint | None = None
+    letter: WriteMetadata | CheckpointCommitted | DropCheckpoint | Reopened | None = None
 
 
 class _Gathered(msgspec.Struct):
@@ -41,17 +45,19 @@ class _Gathered(msgspec.Struct):
 
     shards: dict[int, ShardWritten] = msgspec.field(default_factory=dict[int, ShardWritten])
     fate: Literal["open", "committing", "committed", "dropped"] = "open"
+    again: set[int] = msgspec.field(default_factory=set[int])
+    """The ranks that would save this step once more."""
 
 
 class CheckpointDesk:
     """Gathers the shards of one generation's checkpoints; commits when all ranks and the metadata are there."""
 
-    def __init__(self, settings: RunSettings, *, clock: Clock) -> None:
+    def __init__(self, settings: RunSettings, *, clock: Clock, world_size: int | None = None) -> None:
         self._settings = settings
         self._clock = clock
         self._generation = 0
         self.last_durable_step = 0
-        self._world_size = settings.world_size
+        self._world_size = world_size or settings.world_size
         self._steps: dict[int, _Gathered] = {}
         self._over_step = 0
         self._alarm = StorageAlarm(settings.checkpoint_url)
@@ -64,7 +70,7 @@ class CheckpointDesk:
         self._steps.clear()
         self._over_step = 0
 
-    async def take(self, letter: ShardWritten | ShardFailed | ShardSkipped | MetadataWritten) -> Outcome:
+    async def take(self, letter: CheckpointLetter) -> Outcome:
         """A letter in, what follows out. What the storage does not take becomes an event."""
         async with self._busy:
             if letter.generation != self._generation:
@@ -74,6 +80,8 @@ class CheckpointDesk:
             if letter.step <= self._over_step:
                 return Outcome()  # an agent tells again what a controller that died may not have heard
             gathered = self._steps.setdefault(letter.step, _Gathered())
+            if isinstance(letter, SaveAgain):
+                return await self._reopen(letter, gathered)
             if gathered.fate == "dropped":
                 # somebody wrote on before the word of it came
                 await asyncio.to_thread(self._clear, letter)
@@ -89,7 +97,14 @@ class CheckpointDesk:
                     reason = f"rank {letter.rank}: {letter.reason}"
                     events = self._alarm.failed(letter.step, cause=letter.cause, reason=reason)
                 case ShardSkipped():
-                    events = self._alarm.skipped(letter.step, reason=_why_skipped(letter))
+                    events = self._alarm.skipped(
+                        letter.step,
+                        busy_step=letter.busy_step,
+                        rank=letter.rank,
+                        now_s=self._clock.monotonic_ns() / 1e9,
+                    )
+                case ShardHeld():
+                    events = ()
             return await self._drop(letter, gathered, events)
 
     async def finish(self) -> None:
@@ -112,13 +127,15 @@ class CheckpointDesk:
 
     def _take_shard(self, letter: ShardWritten, gathered: _Gathered) -> Outcome:
         gathered.shards[letter.rank] = letter
+        events = self._alarm.written(sum(file.num_bytes for file in letter.files), write_s=letter.write_s)
         if len(gathered.shards) < self._world_size:
-            return Outcome()
+            return Outcome(events=events)
         items = tuple(item for shard in gathered.shards.values() for item in shard.items)
         return Outcome(
+            events=events,
             letter=WriteMetadata(
                 generation=letter.generation, rank=0, step=letter.step, directory=letter.directory, items=items
-            )
+            ),
         )
 
     async def _take_metadata(self, letter: MetadataWritten, gathered: _Gathered) -> Outcome:
@@ -167,12 +184,16 @@ class CheckpointDesk:
             path=manifest.directory_name(letter.step, generation=letter.generation),
         )
 
-    async def _drop(
-        self,
-        letter: ShardWritten | ShardFailed | ShardSkipped | MetadataWritten,
-        gathered: _Gathered,
-        events: tuple[AnyEvent, ...],
-    ) -> Outcome:
+    async def _reopen(self, letter: SaveAgain, gathered: _Gathered) -> Outcome:
+        """Letters come in order, so when all ranks have said this, none of them still writes the first attempt."""
+        gathered.again.add(letter.rank)
+        if len(gathered.again) < self._world_size or gathered.fate == "committed":
+            return Outcome()
+        await asyncio.to_thread(self._clear, letter)
+        self._steps[letter.step] = _Gathered()
+        return Outcome(letter=Reopened(generation=letter.generation, rank=0, step=letter.step))
+
+    async def _drop(self, letter: CheckpointLetter, gathered: _Gathered, events: tuple[AnyEvent, ...]) -> Outcome:
         """The checkpoint will never exist: its files go at once, since they may be what fills the disk."""
         gathered.fate = "dropped"
         gathered.shards = {}
@@ -180,7 +201,7 @@ class CheckpointDesk:
         drop = DropCheckpoint(generation=letter.generation, rank=0, step=letter.step)
         return Outcome(events=events, letter=drop)
 
-    def _clear(self, letter: ShardWritten | ShardFailed | ShardSkipped | MetadataWritten) -> None:
+    def _clear(self, letter: CheckpointLetter) -> None:
         """A rank that is still writing finds its file gone, and gives up; retention takes what is left."""
         url = self._settings.checkpoint_url
         directory = manifest.directory_name(letter.step, generation=letter.generation)
@@ -251,11 +272,6 @@ def _why_retired(stored: manifest.Stored, keep: int) -> str:
     if stored.is_rejected:
         return "it was found damaged, and newer good ones exist"
     return f"the newest {keep} are kept" if stored.is_committed else "never committed, left by a crash"
-
-
-def _why_skipped(letter: ShardSkipped) -> str:
-    rate = f", at {format_si(letter.write_bytes_per_s, 'B/s')} on its node" if letter.write_bytes_per_s else ""
-    return f"rank {letter.rank}: the checkpoint of step {letter.busy_step} was not finished when this one was due{rate}"
 
 
 def _lock_key(settings: RunSettings) -> bytes | None:

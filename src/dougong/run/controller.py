@@ -23,7 +23,7 @@ from dougong.event.log import EventLog
 from dougong.run import decide as rules
 from dougong.run import letters, wire
 from dougong.run.announcements import Announcements
-from dougong.run.checkpoints import CheckpointDesk, Outcome, newest_committed, newest_good
+from dougong.run.checkpoints import CheckpointDesk, CheckpointLetter, Outcome, newest_committed, newest_good
 from dougong.run.copy_rounds import CopiedJob, CopyRounds
 from dougong.run.evidence import Bundle, flights_of, write_bundle
 from dougong.run.fitness import Fitness, untested_at_start
@@ -139,7 +139,7 @@ class Controller:
             on_message=self._hear,
             on_gone=self._disconnected,
         )
-        self._desk = CheckpointDesk(settings, clock=clock)
+        self._desk = CheckpointDesk(settings, clock=clock, world_size=len(history.placement) or settings.world_size)
         self._saves = SaveDesk(settings, history, now_s=now_s)
         self._copies = CopyRounds(settings, self._nodes)
         self._fitness = Fitness(
@@ -211,7 +211,9 @@ class Controller:
             self._become("tearing-down" if self._history.is_broken else "running")
         if self._history.generation > 0:
             self._progress.begin_generation(
-                self._generation, world_size=settings.world_size, last_step=self._history.last_step
+                self._generation,
+                world_size=len(self._placement) or settings.world_size,
+                last_step=self._history.last_step,
             )
         self._log.commit()
 
@@ -402,6 +404,7 @@ class Controller:
         self._repairs.take_back(node)
         self._nodes[node.component] = self._nodes.pop(node.component)
         share = self._settings.num_accelerators // max(1, len(self._settings.nodes))
+        self._fitness.readmit(node.component)
         self._record(kinds.NodeRepaired(component=node.component))
         self._record(kinds.NodeJoined(component=node.component, role="spare", num_accelerators=share))
         connection.send(wire.Kill(generation=self._generation))
@@ -450,15 +453,21 @@ class Controller:
             self._nodes[component].send(order)
 
     def _see_to_preflight(self, view: rules.JobView) -> None:
-        if self._status != "preflight":
+        """Before a start all wait for it; a node that is free is tested while the others train."""
+        if self._status not in ("preflight", "running"):
             return
+        idle = [component for component in self._free_spares() if component in self._fitness.untested]
+        if self._status == "running" and idle and not self._fitness.is_testing:
+            addresses = {component: self._nodes[component].address for component in idle}
+            for component, order in self._fitness.begin(addresses, now_s=self._now_s()):
+                self._nodes[component].send(order)
         news = self._fitness.proceed(
             now_s=self._now_s(), usable=rules.usable_nodes(view), num_needed=len(self._settings.nodes)
         )
         self._record_all(news.events)
         for component, order in news.orders:
             self._nodes[component].send(order)
-        if news.is_over:
+        if news.is_over and self._status == "preflight":
             self._become(self._before_preflight)
 
     # --- what agents say ---
@@ -574,7 +583,14 @@ class Controller:
                 self._follow(self._vigil.hear(letter, saved_step=saved_step, spares=spares, now_s=self._now_s()))
             case letters.Probed():
                 return  # its agent gathers these itself
-            case letters.ShardWritten() | letters.ShardFailed() | letters.ShardSkipped() | letters.MetadataWritten():
+            case (
+                letters.ShardWritten()
+                | letters.ShardFailed()
+                | letters.ShardSkipped()
+                | letters.ShardHeld()
+                | letters.SaveAgain()
+                | letters.MetadataWritten()
+            ):
                 self._spawn(self._see_to_checkpoint(letter))
 
     def _hear_end(self, node: NodeSession, message: wire.WorkerEnded) -> None:
@@ -684,9 +700,7 @@ class Controller:
             self._broadcast(order)
             self._record(event)
 
-    async def _see_to_checkpoint(
-        self, letter: letters.ShardWritten | letters.ShardFailed | letters.ShardSkipped | letters.MetadataWritten
-    ) -> None:
+    async def _see_to_checkpoint(self, letter: CheckpointLetter) -> None:
         generation = self._generation
         outcome = await self._desk.take(letter)
         self._record_all(outcome.events)
@@ -705,7 +719,7 @@ class Controller:
         match outcome.letter:
             case letters.WriteMetadata():
                 self._send_to_rank(0, wire.Deliver(rank=0, letter=outcome.letter))
-            case letters.CheckpointCommitted() | letters.DropCheckpoint():
+            case letters.CheckpointCommitted() | letters.DropCheckpoint() | letters.Reopened():
                 for placed in self._placement:
                     self._nodes[placed.component].send(wire.Deliver(rank=placed.rank, letter=outcome.letter))
             case None:

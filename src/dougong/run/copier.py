@@ -113,9 +113,9 @@ class Copier:
 
     def _copy(self, job: CopyJob) -> Done:
         files, capture = self._files, job.capture
-        files.reserve(capture.num_bytes)
-        files.touch()
         index = files.next_index()
+        files.reserve(capture.num_bytes, only=index)
+        files.touch(only=index)
         files.void(index)
         capture.write(files.buffer(index))
         changed = capture.changed_meanwhile()

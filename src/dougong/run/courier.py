@@ -40,7 +40,7 @@ class Courier:
         self._order: wire.CopyOrder | None = None
         self._has_new_order = threading.Event()
         self._speaking = threading.Lock()
-        host = "127.0.0.1" if settings.backend == "local" else ""
+        host = settings.node_host
         self._server = socket.create_server((host, 0), backlog=64)
         self._port: int = self._server.getsockname()[1]
 

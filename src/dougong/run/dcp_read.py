@@ -95,6 +95,11 @@ class DurableState:
                 raise CheckpointDamaged(self.where, reason=reason) from error
         return self._trees[rank]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which something is stored."""
+        return tuple(self._metadata.state_dict_metadata)
+
     def tensor(self, name: str) -> SavedTensor | None:
         """What is stored under a name; None if nothing is, or no tensor. Raises CheckpointDamaged."""
         try:

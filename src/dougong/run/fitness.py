@@ -38,6 +38,10 @@ class Fitness:
     def quarantined(self) -> frozenset[str]:
         return frozenset(self._quarantined)
 
+    @property
+    def is_testing(self) -> bool:
+        return self._round is not None
+
     def doubt(self, components: Iterable[str]) -> None:
         """These nodes must pass a test before they are used again."""
         self._untested.update(dict.fromkeys(components))

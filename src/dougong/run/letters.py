@@ -82,12 +82,22 @@ class ShardFailed(Letter, frozen=True, kw_only=True):
 
 
 class ShardSkipped(Letter, frozen=True, kw_only=True):
-    """A durable checkpoint was due while the one of `busy_step` was not finished. `write_bytes_per_s` is the rate at
-    which this rank's part was last written; 0 = not known yet."""
+    """A durable checkpoint was due while the one of `busy_step` was not finished everywhere."""
 
     step: int
     busy_step: int
-    write_bytes_per_s: float
+
+
+class ShardHeld(Letter, frozen=True, kw_only=True):
+    """A durable checkpoint was due, and this rank takes none: its state is not to be kept. No other's is of use."""
+
+    step: int
+
+
+class SaveAgain(Letter, frozen=True, kw_only=True):
+    """The script ends at this step and its checkpoint was skipped or given up: the rank would save it once more."""
+
+    step: int
 
 
 class OrderPut(Letter, frozen=True, kw_only=True):
@@ -170,6 +180,8 @@ WorkerLetter = (
     | ShardWritten
     | ShardFailed
     | ShardSkipped
+    | ShardHeld
+    | SaveAgain
     | OrderPut
     | MetadataWritten
     | ErrorRaised
@@ -196,13 +208,18 @@ class OrderDone(Letter, frozen=True, kw_only=True):
 
     order: Literal["shard", "metadata"]
     step: int
-    num_bytes: int
     write_s: float
     reason: str = ""
 
 
 class CheckpointCommitted(Letter, frozen=True, kw_only=True):
     """The checkpoint of this step exists."""
+
+    step: int
+
+
+class Reopened(Letter, frozen=True, kw_only=True):
+    """Every rank would save this step once more, and nothing of the first attempt is left: begin."""
 
     step: int
 
@@ -225,7 +242,7 @@ class Rejoin(Letter, frozen=True, kw_only=True):
     skips: tuple[Skip, ...] = ()
 
 
-AgentLetter = WriteMetadata | OrderDone | CheckpointCommitted | DropCheckpoint | Rejoin
+AgentLetter = WriteMetadata | OrderDone | CheckpointCommitted | DropCheckpoint | Reopened | Rejoin
 
 
 def post(box: Path, letter: Letter) -> None:

@@ -16,8 +16,9 @@ from dougong.run import wire
 from dougong.run.cut_links import Pair
 from dougong.run.node_session import NodeSession
 
-_TRY_S = 1.5
-_ROUND_S = 3.0
+_NUM_TRIES = 2
+_TRY_S = 1.2
+_ROUND_S = 4.0
 _AGAIN_S = 2.0
 _FEW_NODES = 64
 
@@ -41,9 +42,12 @@ class LinkDoor:
             self._server.close()
 
     async def unreachable(self, peers: Sequence[wire.PeerAddress]) -> tuple[str, ...]:
-        """Those of the peers that did not answer in time, all tried at once."""
-        answers = await asyncio.gather(*(self._knock(peer) for peer in peers))
-        return tuple(peer.component for peer, has_answered in zip(peers, answers, strict=True) if not has_answered)
+        """Those of the peers that did not answer in time, all tried at once, and twice: a busy host may be late."""
+        left = tuple(peers)
+        for _ in range(_NUM_TRIES):
+            answers = await asyncio.gather(*(self._knock(peer) for peer in left))
+            left = tuple(peer for peer, has_answered in zip(left, answers, strict=True) if not has_answered)
+        return tuple(peer.component for peer in left)
 
     async def _knock(self, peer: wire.PeerAddress) -> bool:
         try:

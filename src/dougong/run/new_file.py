@@ -69,9 +69,8 @@ class DirectFile:
         while content:
             can_go_straight = is_on_page and self._held_bytes % BLOCK_BYTES == 0
             if can_go_straight and len(content) >= (_STRAIGHT_BYTES if self._held_bytes else BLOCK_BYTES):
-                self._flush()
                 chunk = content[: min(len(content) // BLOCK_BYTES * BLOCK_BYTES, _CHUNK_BYTES)]
-                self._put(chunk)
+                self._flush(chunk)  # what was gathered goes along: small writes of their own would cost as much
             else:
                 chunk = content[: _CHUNK_BYTES - self._held_bytes]
                 self._gathered[self._held_bytes : self._held_bytes + len(chunk)] = chunk
@@ -100,24 +99,26 @@ class DirectFile:
         with contextlib.suppress(OSError):
             os.unlink(self._path)
 
-    def _flush(self) -> None:
+    def _flush(self, *straight: memoryview) -> None:
         held, self._held_bytes = self._held_bytes, 0
-        if held:
-            with memoryview(self._gathered) as gathered:
-                self._put(gathered[:held])
+        with memoryview(self._gathered) as gathered:
+            self._put([part for part in (gathered[:held], *straight) if part])
 
-    def _put(self, chunk: memoryview) -> None:
-        self._on_chunk(len(chunk))
-        while chunk:
+    def _put(self, parts: list[memoryview]) -> None:
+        self._on_chunk(sum(map(len, parts)))
+        while parts:
             try:
-                num_bytes = os.pwrite(self._fd, chunk, self._written_bytes)
+                num_bytes = os.pwritev(self._fd, parts, self._written_bytes)
             except OSError as error:
                 if error.errno != errno.EINVAL or not self.is_direct:
                     raise
                 self._go_indirect()
                 continue
             self._written_bytes += num_bytes
-            chunk = chunk[num_bytes:]
+            while parts and num_bytes >= len(parts[0]):
+                num_bytes -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][num_bytes:]
 
     def _go_indirect(self) -> None:
         """Some file systems take the flag and refuse the write; some want larger blocks."""

@@ -23,7 +23,10 @@ from dougong.run.letters import (
     OrderDone,
     OrderPut,
     Rejoin,
+    Reopened,
+    SaveAgain,
     ShardFailed,
+    ShardHeld,
     ShardSkipped,
     StorageCause,
     WriteMetadata,
@@ -40,7 +43,7 @@ _POLL_S = 0.02
 _LOOK_S = 2.0
 _TICK_S = 1.0
 _PATIENCE_S = 600.0
-"""How long an order may lie without a sign of the writer before the rank gives it up."""
+"""How long a writer may give no sign of work on an order before the rank gives it up."""
 _SILENCE_S = 5.0
 """An order that is gone without a word: its writer was killed between the two."""
 _PEER_FACTOR = 10.0
@@ -87,11 +90,12 @@ class Persister:
         self._files = files
         self._storage, self._root = manifest.storage_at(place.checkpoint_url)
         self._planner = ShardPlanner(rank=place.rank)
-        self._requests: queue.SimpleQueue[PersistRequest | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_InHand | None] = queue.SimpleQueue()
         self._is_free = threading.Event()
         self._is_free.set()
+        self._has_moved = threading.Event()
         self._busy_step = 0
-        self._write_bytes_per_s = 0.0
+        self._skipped_step = 0
         self._committed: set[int] = set()
         self._abandoned: int = 0
         self.num_skipped = 0
@@ -99,16 +103,21 @@ class Persister:
         self._thread.start()
 
     def may_begin(self, step: int) -> bool:
-        """Can a durable checkpoint of `step` begin? If not it is counted as skipped. Never waits."""
+        """Can a durable checkpoint of `step` begin? Then `submit` or `release` must follow. Never waits.
+
+        If not it is counted as skipped.
+        """
         if self._is_free.is_set():
+            self._is_free.clear()
+            self._busy_step = step
             return True
         self.num_skipped += 1
+        self._skipped_step = step
         letter = ShardSkipped(
             generation=self._place.generation,
             rank=self._place.rank,
             step=step,
             busy_step=self._busy_step,
-            write_bytes_per_s=self._write_bytes_per_s,
         )
         self._post(letter)
         return False
@@ -119,20 +128,55 @@ class Persister:
         while not self._is_free.wait(_TICK_S):
             on_wait()
 
-    def submit(self, request: PersistRequest) -> None:
-        """Begin to write. `may_begin` must have said yes, or `wait_idle` returned."""
+    def hold(self, step: int) -> None:
+        """No durable checkpoint of `step`, though it is due: the state is not to be kept."""
+        self._post(ShardHeld(generation=self._place.generation, rank=self._place.rank, step=step))
+
+    def begin_last(self, *, on_wait: Callable[[], None]) -> None:
+        """As `may_begin`, where the run ends here and nothing can be skipped: waits until the one before is settled."""
+        self.wait_idle(on_wait=on_wait)
         self._is_free.clear()
+
+    def begin_again(self, step: int, *, on_wait: Callable[[], None]) -> bool:
+        """As `begin_last`, for a step whose checkpoint was skipped or given up. False = not every rank came to this."""
+        self.wait_idle(on_wait=on_wait)
+        generation = self._place.generation
+        self._post(SaveAgain(generation=generation, rank=self._place.rank, step=step))
+        deadline_ns = time.monotonic_ns() + round(self._place.commit_timeout_s * 1e9)
+        while time.monotonic_ns() < deadline_ns:
+            # the thread has nothing in hand, so the inbox is this thread's to read
+            for path, letter in from_agent(self._place.node.inbox(self._place.rank)):
+                if isinstance(letter, Reopened) and letter.step == step and letter.generation == generation:
+                    path.unlink(missing_ok=True)
+                    self._is_free.clear()
+                    return True
+            on_wait()
+            time.sleep(_POLL_S)
+        return False
+
+    def was_skipped(self, step: int) -> bool:
+        return step == self._skipped_step
+
+    def release(self) -> None:
+        """Nothing is to be written after all: there was no snapshot."""
+        self._is_free.set()
+
+    def submit(self, request: PersistRequest) -> None:
+        """Have the writer write it. `may_begin` must have said yes."""
         self._busy_step = request.step
         self._files.pin(request.index)
-        self._requests.put(request)
+        now_ns = time.monotonic_ns()
+        # with the generation of now: a roll-back may come before the thread does
+        self._requests.put(_InHand(request=request, place=self._place, began_ns=now_ns, sign_ns=now_ns))
 
     def move_to(self, place: WorkerPlace) -> None:
         """Later checkpoints belong to another generation; the one in hand can never be complete and is given up."""
         self._abandoned = self._place.generation
         self._place = place
         self._planner = ShardPlanner(rank=place.rank)
+        self._has_moved.clear()
         self._requests.put(None)
-        self._is_free.wait(_LOOK_S)
+        self._has_moved.wait(_LOOK_S)
 
     def wait_committed(self, *, step: int, on_wait: Callable[[], None] = lambda: None) -> bool:
         """Until the checkpoint of `step` exists; False if it never will: a shard failed, or the time-out is over."""
@@ -143,13 +187,14 @@ class Persister:
 
     def _work(self) -> None:
         while True:
-            request = self._requests.get()
-            if request is None:
+            hand = self._requests.get()
+            if hand is None:
+                self._is_free.set()
+                self._has_moved.set()
                 continue
-            now_ns = time.monotonic_ns()
-            hand = _InHand(request=request, place=self._place, began_ns=now_ns, sign_ns=now_ns)
             try:
-                self._order_shard(hand)
+                if self._abandoned < hand.place.generation:
+                    self._order_shard(hand)
                 self._see_through(hand)
             except (OSError, DougongError, RuntimeError, ValueError, msgspec.MsgspecError) as error:
                 self._take_back(hand)
@@ -188,7 +233,7 @@ class Persister:
 
     def _is_settled(self, hand: _InHand) -> bool:
         for path, letter in from_agent(hand.place.node.inbox(hand.place.rank)):
-            if isinstance(letter, Rejoin):
+            if isinstance(letter, Rejoin | Reopened):
                 continue
             path.unlink(missing_ok=True)
             if letter.step != hand.step or letter.generation != hand.place.generation:
@@ -214,7 +259,6 @@ class Persister:
         self._files.pin(None)
         hand.written_ns = hand.looked_ns = time.monotonic_ns()
         hand.write_s = letter.write_s
-        self._write_bytes_per_s = letter.num_bytes / max(letter.write_s, 1e-9)
 
     def _order_metadata(self, hand: _InHand, letter: WriteMetadata) -> None:
         """All shards are there (the controller tells); rank 0 makes the index over all of them."""
@@ -249,14 +293,18 @@ class Persister:
         return True
 
     def _is_writer_silent(self, hand: _InHand, now_ns: int) -> bool:
+        """A writer begins an order at once, and gives a sign every second while it writes."""
         try:
-            mtime_ns = order_path(hand.place.node, hand.place.rank, "shard").stat().st_mtime_ns
+            found = order_path(hand.place.node, hand.place.rank, "shard").stat()
         except FileNotFoundError:
-            mtime_ns = 0
+            limit_s, mtime_ns = _SILENCE_S, 0
+        else:
+            is_begun = not found.st_mode & 0o200
+            limit_s, mtime_ns = _PATIENCE_S if is_begun else hand.place.commit_timeout_s, found.st_mtime_ns
         if mtime_ns != hand.order_mtime_ns:
             hand.order_mtime_ns, hand.sign_ns = mtime_ns, now_ns
         silent_s = (now_ns - hand.sign_ns) / 1e9
-        if silent_s < (_PATIENCE_S if mtime_ns else _SILENCE_S):
+        if silent_s < limit_s:
             return False
         self._take_back(hand)
         self._fail(hand, f"nothing was heard of the node's writer for {silent_s:.0f} s", cause="other")
@@ -292,6 +340,6 @@ class Persister:
         )
         self._post(letter)
 
-    def _post(self, letter: ShardFailed | ShardSkipped) -> None:
+    def _post(self, letter: ShardFailed | ShardSkipped | ShardHeld | SaveAgain) -> None:
         with contextlib.suppress(OSError):  # full shared memory must not stop training for the sake of a word
             post(self._place.node.outbox(self._place.rank), letter)

@@ -14,20 +14,34 @@ from pathlib import Path
 from typing import TypeVar
 
 SIZE_BYTES = 2 * 2**20
+_PART = 16
 _PIECE_BYTES = 128 * 2**10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _T = TypeVar("_T")
 
 
 def fill_reserve(root: Path) -> None:
-    """Have the whole reserve in the node's directory, as far as there is room."""
+    """Have the whole reserve in the node's directory, if there is room: 2 MiB, or a sixteenth of a small memory."""
     with contextlib.suppress(OSError):
+        wanted_bytes = size_bytes(root)
         fd = os.open(_path(root), os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            if os.fstat(fd).st_size < SIZE_BYTES:
-                os.posix_fallocate(fd, 0, SIZE_BYTES)
+            if os.fstat(fd).st_size < wanted_bytes:
+                os.posix_fallocate(fd, 0, wanted_bytes)
         finally:
             os.close(fd)
+
+
+def size_bytes(root: Path) -> int:
+    """How much is kept back on this file system. Raises OSError."""
+    found = os.statvfs(root)
+    return min(SIZE_BYTES, found.f_blocks * found.f_frsize // _PART)
+
+
+def leaves_room(root: Path, num_bytes: int) -> bool:
+    """Would what is small still fit beside `num_bytes` more? Raises OSError."""
+    found = os.statvfs(root)
+    return found.f_bavail * found.f_frsize - num_bytes >= size_bytes(root)
 
 
 def with_reserve(root: Path, write: Callable[[], _T]) -> _T:
@@ -42,10 +56,10 @@ def with_reserve(root: Path, write: Callable[[], _T]) -> _T:
 
 def _give_up_a_piece(root: Path) -> bool:
     try:
-        size_bytes = _path(root).stat().st_size
-        if size_bytes == 0:
+        left_bytes = _path(root).stat().st_size
+        if left_bytes == 0:
             return False
-        os.truncate(_path(root), max(0, size_bytes - _PIECE_BYTES))
+        os.truncate(_path(root), max(0, left_bytes - _PIECE_BYTES))
     except OSError:
         return False
     return True

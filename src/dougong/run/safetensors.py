@@ -86,7 +86,7 @@ def write_export(
     directory: Path,
     entries: Sequence[TensorEntry],
     *,
-    content_of: Callable[[str], memoryview],
+    content_of: Callable[[TensorEntry], memoryview],
     metadata: Mapping[str, str],
     max_file_bytes: int,
 ) -> tuple[Path, ...]:
@@ -111,7 +111,7 @@ def _write_file(
     path: Path,
     entries: Sequence[TensorEntry],
     *,
-    content_of: Callable[[str], memoryview],
+    content_of: Callable[[TensorEntry], memoryview],
     metadata: Mapping[str, str],
 ) -> None:
     staging = path.with_name(f".{path.name}.tmp")
@@ -119,7 +119,7 @@ def _write_file(
         with staging.open("wb") as file:
             file.write(header_bytes(entries, metadata=metadata))
             for entry in entries:
-                content = content_of(entry.name)
+                content = content_of(entry)
                 assert len(content) == entry.num_bytes
                 file.write(content)
             file.flush()

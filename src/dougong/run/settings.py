@@ -158,6 +158,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Test every node before the first generation of a start."""
 
     @property
+    def node_host(self) -> str:
+        """Where what runs on a node listens for other nodes: only for this host if it plays them all; "" = everyone."""
+        return "127.0.0.1" if self.backend == "local" and not self.has_networks else ""
+
+    @property
     def world_size(self) -> int:
         return len(self.nodes) * self.procs_per_node
 

@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from dougong.errors import CheckpointDamaged
-from dougong.run.reserve import with_reserve
+from dougong.run.reserve import leaves_room, with_reserve
 
 _SLOT = struct.Struct("<QQQQ16s")  # step, generation, world_size, bytes, xxh3-128
 _SLOT_BYTES = 256
@@ -33,6 +33,7 @@ _ALIGN_BYTES = 4096
 _INDICES = (0, 1, 2)
 _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 8 * 2**20
+_DIGEST_BYTES = 2**20
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,15 +58,15 @@ class SnapshotFiles:
         self._touched: dict[int, mmap.mmap] = {}
         self._private_fds: dict[int, int] = {}
 
-    def reserve(self, num_bytes: int) -> None:
-        """Have both buffers hold `num_bytes`, with the memory really there. Raises OSError if it is not.
+    def reserve(self, num_bytes: int, *, only: int | None = None) -> None:
+        """Have both buffers (or only one) hold `num_bytes`, with the memory really there. Raises OSError if it is not.
 
         Fallocate first: writing into a hole of a full tmpfs would kill the process with SIGBUS. Where shared memory is
         full the buffer is this process's own, found at its path as long as the process lives: enough to be persisted
         from.
         """
         size = -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        for index in self._rotation():
+        for index in self._rotation() if only is None else (only,):
             if index in self._buffers and len(self._buffers[index]) >= num_bytes:
                 continue
             try:
@@ -80,9 +81,9 @@ class SnapshotFiles:
         """Does a buffer die with this process, for want of shared memory?"""
         return bool(self._private_fds)
 
-    def touch(self) -> None:
+    def touch(self, *, only: int | None = None) -> None:
         """Enter the buffers' pages into this process's page table, without holding the interpreter up."""
-        for index in self._rotation():
+        for index in self._rotation() if only is None else (only,):
             if self._touched.get(index) is not self._buffers[index]:
                 _populate(self._buffers[index])
                 self._touched[index] = self._buffers[index]
@@ -92,9 +93,10 @@ class SnapshotFiles:
         self._pinned = index
 
     def next_index(self) -> int:
-        """The buffer to write next: not the pinned one, else the older."""
+        """The buffer to write next: not the pinned one, else the older; one that has memory already, if there is."""
         newest = [slot.index for slot in self.slots()[:1]] if self._pinned is None else [self._pinned]
-        return next(index for index in self._rotation() if index not in newest)
+        free = [index for index in self._rotation() if index not in newest]
+        return min(free, key=lambda index: (not self.path(index).exists(), index))
 
     def adopt(self, slot: Slot) -> memoryview:
         """The verified bytes of a snapshot, from now on this process's own to change. Raises CheckpointDamaged.
@@ -137,7 +139,7 @@ class SnapshotFiles:
         digest: bytes | None = None,
     ) -> Slot:
         """Declare a buffer whole, with the checksum of its first `num_bytes`, which a reader on the way may know."""
-        digest = digest or xxhash.xxh3_128_digest(memoryview(self._buffers[index])[:num_bytes])
+        digest = digest or _digest(memoryview(self._buffers[index])[:num_bytes])
         body = _SLOT.pack(step, generation, world_size, num_bytes, digest)
         self._write_slot(index, body + _CRC.pack(zlib.crc32(body)))
         return Slot(
@@ -167,7 +169,7 @@ class SnapshotFiles:
             view = self._mapped(slot)
         except (OSError, ValueError):
             return False
-        return xxhash.xxh3_128_digest(view) == slot.digest
+        return _digest(view) == slot.digest
 
     def find(self, *, step: int, generation: int = 0) -> Slot:
         """The slot of a step, of one generation or (0) the newest that has it. Raises CheckpointDamaged."""
@@ -193,6 +195,8 @@ class SnapshotFiles:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if os.fstat(fd).st_size < size:
+                if not leaves_room(path.parent, size):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
                 os.posix_fallocate(fd, 0, size)
             return mmap.mmap(fd, os.fstat(fd).st_size)
         finally:
@@ -239,6 +243,14 @@ class SnapshotFiles:
 
     def _page_path(self) -> Path:
         return self._prefix.with_name(f"{self._prefix.name}.commit")
+
+
+def _digest(content: memoryview) -> bytes:
+    """xxh3-128, in pieces: the library holds the interpreter up for each call, and training goes on beside it."""
+    digest = xxhash.xxh3_128()
+    for offset in range(0, len(content), _DIGEST_BYTES):
+        digest.update(content[offset : offset + _DIGEST_BYTES])
+    return digest.digest()
 
 
 def _populate(mapping: mmap.mmap) -> None:

@@ -32,7 +32,8 @@ from dougong.run.storage_alarm import cause_of
 from dougong.run.write_files import mapped, write_files
 from dougong.run.write_order import WriteOrder, is_begun, mark_begun, orders_in, read_order, take_order
 
-_NUM_THREADS = 4
+_NUM_THREADS = 64
+"""As many as a node has ranks: an order that nobody begins is given up by its rank."""
 _NICE = 10
 _SIGN_S = 1.0
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -175,20 +176,19 @@ class Writer:
         else:
             told = MetadataWritten(generation=order.generation, rank=order.rank, step=order.step, file=files[0])
         self._post(told, self._node.outbox(order.rank))
-        self._say_done(order, num_bytes=sum(file.num_bytes for file in files), write_s=write_s, reason="")
+        self._say_done(order, write_s=write_s, reason="")
 
     def _say_failed(self, order: WriteOrder, reason: str, cause: StorageCause) -> None:
         told = ShardFailed(generation=order.generation, rank=order.rank, step=order.step, reason=reason, cause=cause)
         self._post(told, self._node.outbox(order.rank))
-        self._say_done(order, num_bytes=0, write_s=0.0, reason=reason)
+        self._say_done(order, write_s=0.0, reason=reason)
 
-    def _say_done(self, order: WriteOrder, *, num_bytes: int, write_s: float, reason: str) -> None:
+    def _say_done(self, order: WriteOrder, *, write_s: float, reason: str) -> None:
         done = OrderDone(
             generation=order.generation,
             rank=order.rank,
             order=order.kind,
             step=order.step,
-            num_bytes=num_bytes,
             write_s=write_s,
             reason=reason,
         )

@@ -1,4 +1,4 @@
-"""The agent's hold on its node's writer: passes orders on, and starts another writer when one dies."""
+"""The agent's hold on its node's writer: started by the first order, and followed by another one when it dies."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import msgspec
 
 from dougong.run.layout import NodeDirectory
 from dougong.run.settings import RunSettings
+from dougong.run.write_order import orders_in
 from dougong.run.writer import OrderLine, WriterSettings
 
 _RESTART_S = 0.2
@@ -36,14 +37,41 @@ class WriterLink:
         self._spawn = spawn
         self._process: asyncio.subprocess.Process | None = None
         self._restart_s = _RESTART_S
+        self._is_started = False
         self._is_closed = False
+        self._early: list[str] = []
 
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+    async def take_over(self) -> None:
+        """Start a writer if an earlier agent has left orders."""
+        if orders_in(self._node):
+            await self._start()
 
-    async def start(self) -> None:
-        """Start a writer. It first gives up what one that was killed has left."""
+    def pass_on(self, path: str) -> None:
+        """Tell the writer of an order. One that dies over it is followed by another, which gives the order up."""
+        if self._process is None:
+            self._early.append(path)
+            if not self._is_started and not self._is_closed:
+                self._is_started = True
+                self._spawn(self._start())
+            return
+        self._write_line(path)
+
+    def close(self) -> None:
+        """The writer ends when its stdin does, once it has finished what it has."""
+        self._is_closed = True
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def end(self) -> None:
+        """End it at once: the run is over, and nobody will commit what it writes."""
+        self.close()
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _start(self) -> None:
+        """The writer first gives up what one that was killed has begun."""
+        self._is_started = True
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         given = WriterSettings(
             node_root=str(self._node.root),
@@ -64,24 +92,12 @@ class WriterLink:
                 start_new_session=True,
             )
         self._spawn(self._watch(self._process))
+        while self._early:
+            self._write_line(self._early.pop(0))
 
-    def pass_on(self, path: str) -> None:
-        """Tell the writer of an order. One that dies over it is followed by another, which gives the order up."""
+    def _write_line(self, path: str) -> None:
         if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
             self._process.stdin.write(msgspec.json.encode(OrderLine(path=path)) + b"\n")
-
-    def close(self) -> None:
-        """The writer ends when its stdin does, once it has finished what it has."""
-        self._is_closed = True
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-
-    def end(self) -> None:
-        """End it at once: the run is over, and nobody will commit what it writes."""
-        self.close()
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
 
     async def _watch(self, writer: asyncio.subprocess.Process) -> None:
         loop = asyncio.get_running_loop()
@@ -94,4 +110,4 @@ class WriterLink:
         await asyncio.sleep(self._restart_s)
         self._restart_s = min(2 * self._restart_s, _RESTART_MAX_S)
         if not self._is_closed:
-            await self.start()
+            await self._start()

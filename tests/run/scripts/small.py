@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--save-disk", type=float, default=0.0)
     parser.add_argument("--slow-first", type=float, default=0.0)
     parser.add_argument("--fail-at", type=int, default=0)
+    parser.add_argument("--ballast-bytes", type=int, default=0)
     parser.add_argument("--replaceable", action="store_true", help="ranks can stay when a peer is replaced")
     options = parser.parse_args()
 
@@ -54,6 +55,8 @@ def main() -> None:
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.BatchNorm1d(32), nn.Linear(32, 1))
     )
+    if options.ballast_bytes:
+        model.module.register_buffer("ballast", torch.zeros(options.ballast_bytes, dtype=torch.uint8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=1000)
     sampler = DistributedSampler(Numbers(), shuffle=True, seed=5)

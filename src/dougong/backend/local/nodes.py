@@ -80,7 +80,7 @@ class LocalNodes:
     def kill_node(self, component: str) -> None:
         mark = self._down_mark(component)
         mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        mark.write_text(str(time.monotonic_ns()))  # file times are too coarse to tell which was first
         self._kill_all(component)
         shutil.rmtree(self._memory_of(component), ignore_errors=True)
 
@@ -88,7 +88,7 @@ class LocalNodes:
         self._down_mark(component).unlink(missing_ok=True)
 
     def killed_nodes(self) -> tuple[str, ...]:
-        marks = sorted((self._run_root / "nodes").glob(f"*{_DOWN}"), key=lambda path: path.stat().st_mtime_ns)
+        marks = sorted((self._run_root / "nodes").glob(f"*{_DOWN}"), key=lambda path: int(path.read_text() or "0"))
         return tuple(mark.name.removesuffix(_DOWN).replace("~", "/") for mark in marks)
 
     def jump_clock(self, component: str, *, jump_s: float) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+_PF_EXITING = 0x4
 _CLOCK_NANOSLEEP = {"x86_64": 230, "aarch64": 115}.get(platform.machine(), -1)
 _NANOSLEEP = {"x86_64": 35, "aarch64": 101}.get(platform.machine(), -1)
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
@@ -68,6 +69,37 @@ def is_alive(pid: int, *, start_ticks_expected: int | None = None) -> bool:
     if fields is None or fields[0] in ("Z", "X"):
         return False
     return start_ticks_expected is None or int(fields[19]) == start_ticks_expected
+
+
+def is_running(pid: int) -> bool:
+    """Is there such a process, and is it not on its way out? What is exiting runs nothing of its own any more."""
+    fields = _stat_fields(pid)
+    return fields is not None and fields[0] not in ("Z", "X") and not int(fields[6]) & _PF_EXITING
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """How a process is ending: its exit code, or the signal that ends it."""
+
+    exit_code: int | None
+    signal: int | None
+
+
+def bad_ending(pid: int, *, start_ticks_expected: int) -> Ending | None:
+    """Is the process on its way out, and not well? None if it runs, is gone altogether, or may have ended well.
+
+    The kernel may take long to free its memory, and only then says that it ended. An exit code of 0 is also what the
+    kernel shows to those who may not know. Source: proc(5), `flags` (PF_EXITING is 0x4 in include/linux/sched.h) and
+    `exit_code` of /proc/PID/stat.
+    """
+    fields = _stat_fields(pid)
+    if fields is None or int(fields[19]) != start_ticks_expected or not int(fields[6]) & _PF_EXITING:
+        return None
+    status = int(fields[49])
+    if status == 0:
+        return None
+    if os.WIFSIGNALED(status):
+        return Ending(exit_code=None, signal=os.WTERMSIG(status))
+    return Ending(exit_code=os.WEXITSTATUS(status), signal=None)
 
 
 def read(pid: int) -> Reading | None:
