@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp2" / "train.py"
 STEPS = 40
-SAVES = ("--memory-every", "4", "--durable-every", "20")
+SAVES = ("--memory-every", "4", "--durable-every", "20", "--set", "save.peer_copies=0")
 ARGUMENTS = ("--steps", str(STEPS), "--max-bytes", "30000")  # an epoch is about 29 steps
 
 

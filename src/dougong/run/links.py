@@ -18,7 +18,7 @@ from dougong.run.node_session import NodeSession
 
 _NUM_TRIES = 2
 _TRY_S = 1.2
-_ROUND_S = 4.0
+_ROUND_S = 6.0
 _AGAIN_S = 2.0
 _FEW_NODES = 64
 
