@@ -57,7 +57,7 @@ from dougong.run.page import ControlFault, Page, Phase, SaveTimes, StepRecord
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
 from dougong.run.put_in import move_out, tree_in_place
-from dougong.run.reducers import renew_reducers
+from dougong.run.reducers import ArrivalOrders, renew_reducers
 from dougong.run.reshard import state_for
 from dougong.run.sealed import UnsealedPlace, load_sealer
 from dougong.run.sharding import Sharding, ranks_of
@@ -143,6 +143,7 @@ class Job:
         self._is_blocking = False
         self._wants_own_memory = False
         self._has_room = False
+        self._orders = ArrivalOrders(())
         self._ledger: _Ledger | None = None
         self._is_ledger_warned = False
         self._is_memory_warned = False
@@ -175,6 +176,7 @@ class Job:
             self._copier = Copier(self._files)
             self._watch = Watch(self._page, generation=self._place.generation)
             _fence_optimizers(self._copier)
+            self._orders = ArrivalOrders(self._parts.values())
             self._ledger = _Ledger(self._place)
         self._gate = LossGate(spike_z=0.0 if self._place is None else self._place.spike_z)
 
@@ -469,7 +471,7 @@ class Job:
         tree = gather(
             self._parts,
             data=None if self._data is None else self._data.state(),
-            progress=Progress(step=self._step, num_tokens=self._num_tokens),
+            progress=Progress(step=self._step, num_tokens=self._num_tokens, orders=self._orders.orders),
         )
         return Capture(tree, fenced=fenced_storages(self._parts), sharding=self._sharding)
 
@@ -576,6 +578,7 @@ class Job:
                 self._data.load(tree["data"])
             progress = put_back(tree, self._parts)
             self._step, self._num_tokens = progress.step, progress.num_tokens
+            self._orders.take(progress.orders)
         self._gate.forget()
         reload_ns = time.monotonic_ns() - began_ns
         if adopted is not None:
@@ -609,7 +612,8 @@ class Job:
             then = partial(group.replace, group.store, generation=self._place.generation)
         if then is not None:
             then()
-            renew_reducers(self._parts.values())
+        if self._place.restore_source != "none":
+            renew_reducers(self._parts.values(), self._orders.orders)
 
     def _saved_tree(self, place: WorkerPlace) -> tuple[Slot | None, dict[str, Any] | None]:
         """The slot whose memory the tensors live in from now on, if so, and the state."""

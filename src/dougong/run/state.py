@@ -61,6 +61,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     num_tokens: int
+    orders: tuple[tuple[int, ...], ...] = ()
+    """In which order gradients arrive, for each DDP model (see `dougong.run.reducers`)."""
 
 
 def gather(parts: Mapping[str, Any], *, data: Mapping[str, Any] | None, progress: Progress) -> dict[str, Any]:
