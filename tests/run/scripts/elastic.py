@@ -1,8 +1,9 @@
-"""DDP over global batches that its ranks may share unevenly. `elastic.py STEPS`."""
+"""DDP over global batches that its ranks may share unevenly. `elastic.py STEPS [SECONDS in each step]`."""
 
 from __future__ import annotations
 
 import sys
+import time
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ if __name__ == "__main__":
     job = dougong.attach(model=model, optimizer=optimizer, data=DataLoader(numbers, batch_sampler=batches))
     for step in job.steps(until=int(sys.argv[1])):
         with step as (ids, inputs):
+            time.sleep(float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
             loss = model(inputs).square().mean() * batches.loss_weight
             loss.backward()
             optimizer.step()
