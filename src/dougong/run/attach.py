@@ -645,13 +645,7 @@ class Job:
         return DurableState(storage, f"{root}/{directory}", world_size=saved_size)
 
     def _tree_from_memory(self, place: WorkerPlace) -> tuple[Slot | None, dict[str, Any]]:
-        assert self._files is not None
-        try:
-            files, slot = self._files, self._files.find(step=place.restore_step, generation=place.restore_generation)
-        except CheckpointDamaged:
-            # the rank's own checkpoints have moved on; a copy that the node keeps is read, never lived in
-            state = (place.restore_generation, place.restore_step)
-            files, slot = kept_for(place.rank, place.node, generation=state[0], step=state[1])
+        files, slot = self._slot_to_restore(place)
         is_fresh = self._is_fresh and files is self._files
         is_adopted = is_fresh and slot.num_bytes >= _ADOPT_BYTES and not torch.cuda.is_available()
         try:
@@ -660,6 +654,17 @@ class Job:
             files.void(slot.index)  # so that it is not chosen again
             raise
         return (slot if is_adopted else None), tree_in_place(buffer, self._parts, is_adopted=is_adopted)
+
+    def _slot_to_restore(self, place: WorkerPlace) -> tuple[SnapshotFiles, Slot]:
+        """Among the rank's own checkpoints, or, where these have moved on, a copy that the node keeps.
+
+        Such a copy is read, never lived in.
+        """
+        assert self._files is not None
+        try:
+            return self._files, self._files.find(step=place.restore_step, generation=place.restore_generation)
+        except CheckpointDamaged:
+            return kept_for(place.rank, place.node, generation=place.restore_generation, step=place.restore_step)
 
     def _save_before_change(self, slot: Slot) -> None:
         """The tensors live in the snapshot itself: before the optimizer changes them, it is copied to another buffer.
@@ -761,9 +766,8 @@ class Job:
         if place.restore_source == "durable":
             with self._durable_state(place) as saved:
                 return saved.rank_tree(self.rank % saved.world_size)["data"]["loader"]
-        assert self._files is not None
-        slot = self._files.find(step=place.restore_step, generation=place.restore_generation)
-        return read_branch(self._files.read_slot(slot), "data")["loader"]
+        files, slot = self._slot_to_restore(place)
+        return read_branch(files.read_slot(slot), "data")["loader"]
 
     def restore(self) -> int:
         """Put the saved state back, if there is one; the number of steps finished so far."""
