@@ -228,11 +228,19 @@ def test_a_lock_between_steps_is_found_as_soon_as_one_in_a_step() -> None:
 
 
 def test_a_broken_link_between_living_ranks_is_found_by_their_unwinding() -> None:
-    late_s = RULE.unwound_s + 0.5
-    ranks = [silent(rank, late_s, phase=Phase.UNWOUND, activity="timer") for rank in (0, 1)]
+    ranks = [silent(0, 2, phase=Phase.UNWOUND, activity="timer"), silent(1, 2, phase=Phase.UNWOUND, activity="timer")]
     finding = find_hang(ranks, learnt=KNOWN, rule=RULE)
     assert finding is not None
     assert finding.kind == "unwound"
+
+
+def test_a_rank_that_has_not_unwound_may_be_the_one_that_broke_the_collective_and_is_given_time_to_end() -> None:
+    def found(unwound_s: float) -> object:
+        ranks = [silent(0, unwound_s, phase=Phase.UNWOUND, activity="timer"), silent(1, 0.1, activity="running")]
+        return find_hang(ranks, learnt=KNOWN, rule=RULE)
+
+    assert found(2 * RULE.unwound_s - 0.1) is None
+    assert found(2 * RULE.unwound_s + 0.1) is not None
 
 
 def test_a_start_after_the_first_has_the_patience_of_the_starts_before() -> None:

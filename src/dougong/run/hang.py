@@ -60,14 +60,8 @@ def find_hang(ranks: Sequence[RankStatus], *, learnt: StepTimes, rule: HangRule)
             )
     if not living:
         return None
-    unwound = [rank for rank in living if rank.phase == Phase.UNWOUND and rank.idle_s > rule.unwound_s]
-    if unwound:
-        return Finding(
-            rank=unwound[0].rank,
-            kind="unwound",
-            idle_s=unwound[0].idle_s,
-            reason="a collective broke, although no process was lost: a link between two nodes",
-        )
+    if (broken := _broken_link(living, rule=rule)) is not None:
+        return broken
     quiet_s = min(min(rank.idle_s, rank.quiet_s) for rank in living)
     silent_s = min(rank.idle_s for rank in living)
     limit_s, why = patience(living, learnt=learnt, rule=rule)
@@ -89,6 +83,20 @@ def find_hang(ranks: Sequence[RankStatus], *, learnt: StepTimes, rule: HangRule)
             reason=f"busy, but no rank has finished a step for {silent_s:.0f} s (limit {active_limit_s:.0f} s)",
         )
     return None
+
+
+def _broken_link(living: Sequence[RankStatus], *, rule: HangRule) -> Finding | None:
+    """Ranks have left a broken collective, and nothing that explains it is heard of.
+
+    While another rank has not, it may be the one that broke it and is still ending: that is given twice as long.
+    """
+    unwound = [rank for rank in living if rank.phase == Phase.UNWOUND]
+    limit_s = rule.unwound_s * (1 if len(unwound) == len(living) else 2)
+    late = next((rank for rank in unwound if rank.idle_s > limit_s), None)
+    if late is None:
+        return None
+    reason = "a collective broke, although no process was lost: a link between two nodes"
+    return Finding(rank=late.rank, kind="unwound", idle_s=late.idle_s, reason=reason)
 
 
 def patience(ranks: Sequence[RankStatus], *, learnt: StepTimes, rule: HangRule) -> tuple[float, str]:

@@ -66,7 +66,7 @@ class HangRule(msgspec.Struct, frozen=True, kw_only=True):
     outside_step_s: float = 60.0
     active_s: float = 600.0
     stopped_s: float = 1.0
-    unwound_s: float = 3.0
+    unwound_s: float = 1.5
     first_step_s: float = 60.0
     """In the first step of a start, until the first one of this job is known."""
     checkpoint_s: float = 60.0
