@@ -96,10 +96,11 @@ def test_of_two_the_preferred_one_stays_and_one_that_is_cut_off_from_all_is_left
     assert reach_each_other("abc", cut=[("a", "b"), ("a", "c")]) == ["b", "c"]
 
 
-def test_an_agent_that_answers_is_reached_and_a_silent_one_is_not() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", ""], ids=["loopback", "everywhere"])
+def test_an_agent_that_answers_is_reached_and_a_silent_one_is_not(host: str) -> None:
     async def knock() -> tuple[str, ...]:
         door, other = LinkDoor(token=TOKEN), LinkDoor(token=TOKEN)
-        port = await door.open("127.0.0.1")
+        port = await door.open(host)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             peers = (
                 wire.PeerAddress(component="there", host="127.0.0.1", port=port),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Mapping, Sequence
 
 from dougong.event.kinds import AnyEvent, LinkCut, LinkHealed
@@ -18,7 +19,7 @@ from dougong.run.node_session import NodeSession
 
 _NUM_TRIES = 2
 _TRY_S = 1.2
-_ROUND_S = 6.0
+_ROUND_S = 4.0
 _AGAIN_S = 2.0
 _FEW_NODES = 64
 
@@ -33,8 +34,10 @@ class LinkDoor:
     async def open(self, host: str) -> int:
         """Listen; the port, or 0 if none can be had."""
         with contextlib.suppress(OSError):
-            self._server = await asyncio.start_server(self._answer, host or None, 0)
-            return self._server.sockets[0].getsockname()[1]
+            # one socket: asked to listen everywhere, asyncio opens one for IPv4 and one for IPv6, at different ports
+            listening = socket.create_server((host, 0))
+            self._server = await asyncio.start_server(self._answer, sock=listening)
+            return listening.getsockname()[1]
         return 0
 
     def close(self) -> None:

@@ -50,14 +50,13 @@ class NodeNetworks:
     def set_up(self) -> None:
         """Make them anew. Raises OSError with what the kernel said."""
         self.tear_down()
-        _ip("link", "add", self._bridge, "address", self._station(CONTROLLER), "type", "bridge")
+        _ip("link", "add", self._bridge, "type", "bridge")
         _ip("addr", "add", f"{self.controller_address}/24", "dev", self._bridge)
         _ip("link", "set", self._bridge, "up")
         for component in self._indices:
             namespace, link = self._namespace(component), self._link(component)
             _ip("netns", "add", namespace)
-            peer = ("name", INTERFACE, "address", self._station(component), "netns", namespace)
-            _ip("link", "add", link, "type", "veth", "peer", *peer)
+            _ip("link", "add", link, "type", "veth", "peer", "name", INTERFACE, "netns", namespace)
             _ip("link", "set", link, "master", self._bridge, "up")
             _ip("-n", namespace, "addr", "add", f"{self.address(component)}/24", "dev", INTERFACE)
             for name in (INTERFACE, "lo"):
@@ -77,28 +76,13 @@ class NodeNetworks:
             _ip(*self._within(side), "neigh", "replace", *target)
 
     def heal(self, component: str, peer: str) -> None:
-        """They pass again. Raises OSError."""
         for side, other in self._sides(component, peer):
-            # the true address is put back: an entry that is only deleted may live on while connections refer to it
-            target = (
-                self.address(other),
-                "lladdr",
-                self._station(other),
-                "nud",
-                "reachable",
-                "dev",
-                self._device(side),
-            )
-            _ip(*self._within(side), "neigh", "replace", *target)
+            target = (self.address(other), "dev", self._device(side))
+            _ip(*self._within(side), "neigh", "del", *target, is_checked=False)
 
     def _sides(self, component: str, peer: str) -> tuple[tuple[str, str], ...]:
         others = (peer,) if peer != EVERYTHING else (CONTROLLER, *(name for name in self._indices if name != component))
         return tuple(pair for other in others for pair in ((component, other), (other, component)))
-
-    def _station(self, component: str) -> str:
-        """The hardware address, the same in every set-up: locally administered, unicast."""
-        index = 0 if component == CONTROLLER else self._indices[component] + 1
-        return f"02:64:67:00:00:{index + 0x10:02x}"
 
     def _within(self, side: str) -> tuple[str, ...]:
         return () if side == CONTROLLER else ("-n", self._namespace(side))
