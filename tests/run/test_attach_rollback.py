@@ -14,8 +14,9 @@ from dougong.run.agent import free_port
 from dougong.run.layout import NodeDirectory
 from dougong.run.letters import Rejoin, post
 from dougong.run.page import Page, Phase
-from dougong.run.place import WorkerPlace, worker_variables
+from dougong.run.place import worker_variables
 from tests.run import runs
+from tests.run.made_place import place_in
 
 pytest.importorskip("torch", reason="torch is not installed (extra: train)")
 pytestmark = pytest.mark.processes
@@ -24,27 +25,8 @@ SCRIPT = Path(__file__).parent / "scripts" / "rejoin.py"
 
 
 def start_rank(root: Path, rank: int, port: int, argument: str) -> subprocess.Popen[str]:
-    node = NodeDirectory(root / "node")
-    node.root.mkdir(parents=True, exist_ok=True)
-    Page.create(node.page(rank), generation=1).close()
-    place = WorkerPlace(
-        run_id="test",
-        run_root=str(root),
-        node_root=str(node.root),
-        checkpoint_url=str(root / "checkpoints"),
-        generation=1,
-        rank=rank,
-        local_rank=rank,
-        world_size=2,
-        restore_source="none",
-        restore_step=0,
-        restore_directory="",
-        memory_every_steps=5,
-        durable_every_steps=1000,
-        commit_timeout_s=0.5,
-        wants_peak=False,
-        is_chaos=False,
-    )
+    place = place_in(root, rank=rank, world_size=2)
+    Page.create(place.node.page(rank), generation=1).close()
     environment = {
         **os.environ,
         **worker_variables(place),

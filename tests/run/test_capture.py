@@ -189,3 +189,33 @@ def test_tensors_can_move_out_of_the_snapshot_again(tmp_path: Path) -> None:
     assert not any(
         whole.data_ptr() <= parameter.data_ptr() < whole.data_ptr() + whole.numel() for parameter in model.parameters()
     )
+
+
+def test_state_that_could_not_be_moved_out_again_is_copied(tmp_path: Path) -> None:
+    """LBFGS keeps lists of tensors, which `move_out` does not look into."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    inputs = torch.rand(6, 4)
+
+    def loss() -> Any:
+        optimizer.zero_grad()
+        value = model(inputs).square().mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    files = SnapshotFiles(tmp_path / "rank-0")
+    copy(files, capture_of(model, optimizer))
+    fresh = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    parts = {"model": model, "optimizer": fresh}
+    buffer = files.adopt(files.find(step=1))
+    put_back(tree_in_place(buffer, parts, is_adopted=True), parts)
+    whole = torch.frombuffer(buffer, dtype=torch.uint8)
+    first, last = whole.data_ptr(), whole.data_ptr() + whole.numel()
+    (state,) = fresh.state.values()
+    directions = state["old_dirs"]
+    assert directions and not any(first <= tensor.data_ptr() < last for tensor in directions)
+    move_out(parts, buffer)
+    files.give_back()
+    assert not any(first <= parameter.data_ptr() < last for parameter in model.parameters())

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from dougong.run.capture import write_snapshot
-from dougong.run.layout import NodeDirectory
 from dougong.run.letters import (
     AgentLetter,
     CheckpointCommitted,
@@ -29,11 +28,11 @@ from dougong.run.letters import (
     unread,
 )
 from dougong.run.persist import Persister, PersistRequest
-from dougong.run.place import WorkerPlace
 from dougong.run.sharding import Sharding
 from dougong.run.snapshot import SnapshotFiles
 from dougong.run.write_order import order_path
 from dougong.run.writer import Writer, WriterSettings
+from tests.run.made_place import place_in
 from tests.run.runs import wait_for
 
 
@@ -41,27 +40,9 @@ class Bench:
     """One rank whose agent and writer are driven by the test."""
 
     def __init__(self, root: Path) -> None:
-        self.node = NodeDirectory(root / "node")
-        self.node.root.mkdir()
         self.root = root
-        self.place = WorkerPlace(
-            run_id="r",
-            run_root=str(root),
-            node_root=str(self.node.root),
-            checkpoint_url=str(root / "checkpoints"),
-            generation=1,
-            rank=0,
-            local_rank=0,
-            world_size=1,
-            restore_source="none",
-            restore_step=0,
-            restore_directory="",
-            memory_every_steps=1,
-            durable_every_steps=1,
-            commit_timeout_s=60.0,
-            wants_peak=False,
-            is_chaos=False,
-        )
+        self.place = place_in(root, memory_every_steps=1, durable_every_steps=1, commit_timeout_s=60.0)
+        self.node = self.place.node
         self.files = SnapshotFiles(self.node.snapshot(0))
         self.persister = Persister(self.place, self.files)
         self.writer = Writer(WriterSettings(node_root=str(self.node.root), write_bytes_per_s=0.0, checkpoint_key=""))

@@ -9,35 +9,16 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed (extra: train)")
 
 from dougong.run.attach import Job, attach  # noqa: E402
-from dougong.run.layout import NodeDirectory  # noqa: E402
 from dougong.run.page import Page, Phase  # noqa: E402
-from dougong.run.place import WorkerPlace, worker_variables  # noqa: E402
+from dougong.run.place import worker_variables  # noqa: E402
+from tests.run.made_place import place_in  # noqa: E402
 
 
 @pytest.fixture
 def attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Job, Page]:
     """A job in this process, as in a worker, and its page."""
-    node = NodeDirectory(tmp_path / "node")
-    node.root.mkdir()
-    page = Page.create(node.page(0), generation=1)
-    place = WorkerPlace(
-        run_id="test",
-        run_root=str(tmp_path),
-        node_root=str(node.root),
-        checkpoint_url=str(tmp_path / "checkpoints"),
-        generation=1,
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        restore_source="none",
-        restore_step=0,
-        restore_directory="",
-        memory_every_steps=5,
-        durable_every_steps=1000,
-        commit_timeout_s=0.5,
-        wants_peak=False,
-        is_chaos=False,
-    )
+    place = place_in(tmp_path)
+    page = Page.create(place.node.page(0), generation=1)
     for name, value in worker_variables(place).items():
         monkeypatch.setenv(name, value)
     return attach(model=torch.nn.Linear(2, 2)), page

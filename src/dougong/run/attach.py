@@ -38,6 +38,7 @@ from dougong.run.fingerprint import fingerprint, flip_bit, replicated
 from dougong.run.group import ReplaceableGroup, can_stay, default_group, join_store
 from dougong.run.letters import (
     Fingerprinted,
+    Letter,
     LossFoundBad,
     ModelFound,
     PeakMeasured,
@@ -148,6 +149,7 @@ class Job:
         self._is_ledger_warned = False
         self._is_memory_warned = False
         self._submitted_step = 0
+        self._refused_step = 0
         self._loaded_step = 0
         self._until: int | None = None
         self._resumed_step = 0
@@ -206,11 +208,10 @@ class Job:
                 hardware_flop_per_token=hardware_flop_per_token,
                 source="given by the script" if is_given else "6 FLOP per parameter and token, attention not counted",
             )
-            post(place.node.outbox(place.rank), letter)
+            self._post(letter)
         if place.wants_peak:
             rate, source = measure_gemm_flop_per_s()
-            letter = PeakMeasured(generation=place.generation, rank=place.rank, flop_per_s=rate, source=source)
-            post(place.node.outbox(place.rank), letter)
+            self._post(PeakMeasured(generation=place.generation, rank=place.rank, flop_per_s=rate, source=source))
 
     def steps(self, *, until: int | None = None) -> Iterator[Step]:
         """The steps still to do: up to number `until`, beginning new epochs of the data as needed; without it, one
@@ -286,7 +287,7 @@ class Job:
         if step.samples is not None:
             self._write_ledger(step.number, step.samples)
         fence_ns = self._copier.take_fence_ns()
-        self._stall_ns += fence_ns
+        between_ns = step.begin_ns - self._between_since_ns - step.data_wait_ns - self._stall_ns
         self._page.finish_step(
             StepRecord(
                 step=step.number,
@@ -295,8 +296,8 @@ class Job:
                 data_wait_ns=step.data_wait_ns,
                 loss=step.loss,
                 tokens=step.tokens,
-                checkpoint_stall_ns=self._stall_ns,
-                between_ns=max(0, step.begin_ns - self._between_since_ns - step.data_wait_ns - self._stall_ns),
+                checkpoint_stall_ns=self._stall_ns + fence_ns,
+                between_ns=max(0, between_ns),
                 compute_ns=_until_first_collective_ns(step.begin_ns),
             )
         )
@@ -311,8 +312,7 @@ class Job:
         reason = self._gate.take(step=step.number, loss=step.loss, grad_norm=step.grad_norm)
         if reason:
             place = self._place
-            letter = LossFoundBad(generation=place.generation, rank=place.rank, step=step.number, reason=reason)
-            post(place.node.outbox(place.rank), letter)
+            self._post(LossFoundBad(generation=place.generation, rank=place.rank, step=step.number, reason=reason))
 
     def _compare_replicas(self) -> None:
         """Every so many steps: tell the fingerprint of what must be the same on all ranks now."""
@@ -323,8 +323,7 @@ class Job:
         tensors = tuple(replicated(self._parts, world_size=place.world_size))
         if tensors:
             digest = fingerprint(tensors)
-            letter = Fingerprinted(generation=place.generation, rank=place.rank, step=self._step, digest=digest)
-            post(place.node.outbox(place.rank), letter)
+            self._post(Fingerprinted(generation=place.generation, rank=place.rank, step=self._step, digest=digest))
         self._stall_ns += time.monotonic_ns() - began_ns
 
     def _write_ledger(self, step: int, samples: tuple[int, ...], *, is_skipped: bool = False) -> None:
@@ -335,9 +334,7 @@ class Job:
         except OSError as error:
             if not self._is_ledger_warned:
                 self._is_ledger_warned = True
-                text = f"the sample ledger cannot be written from step {step} on: {error.strerror}"
-                letter = WarningGiven(generation=self._place.generation, rank=self._place.rank, text=text)
-                post(self._place.node.outbox(self._place.rank), letter)
+                self._warn(f"the sample ledger cannot be written from step {step} on: {error.strerror}")
 
     def unwind(self, error: BaseException) -> bool:
         """A collective broke in this step. Wait for the verdict: the end of this process, or to roll back and go on.
@@ -395,7 +392,7 @@ class Job:
         place, page = self._place, self._page
         if place is None or page is None:
             return
-        wants_stop = bool(page.stop_at_step) and self._step >= page.stop_at_step
+        wants_stop = self.is_stop_due
         self._save_times.take(page.save_order, step=self._step)
         is_due, is_memory_due = self._save_times.is_durable(self._step), self._save_times.is_due(self._step)
         if wants_stop or is_due or is_memory_due:
@@ -425,10 +422,10 @@ class Job:
         assert self._place is not None and self._page is not None
         reason = self._gate.why_refused()
         if reason:
+            self._refused_step = self._step  # asked again at this step, the answer is the same
             place = self._place
-            letter = SaveRefused(generation=place.generation, rank=place.rank, step=self._step, reason=reason)
-            post(place.node.outbox(place.rank), letter)
-        return bool(reason) or self._step <= self._page.saves_held_until_step
+            self._post(SaveRefused(generation=place.generation, rank=place.rank, step=self._step, reason=reason))
+        return self._step <= max(self._refused_step, self._page.saves_held_until_step)
 
     def _make_room(self) -> None:
         """After the first step the size of the state is known; its memory is allocated beside the next ones."""
@@ -492,10 +489,9 @@ class Job:
             assert self._files is not None
             self._wants_own_memory = not done.is_changed and self._files.adopted_index is not None
             # training goes on without this checkpoint, and a person is told
-            letter = ShardFailed(
-                generation=self._place.generation, rank=self._place.rank, step=step, reason=done.reason
+            self._post(
+                ShardFailed(generation=self._place.generation, rank=self._place.rank, step=step, reason=done.reason)
             )
-            post(self._place.node.outbox(self._place.rank), letter)
             return
         self._tell_private_memory()
         if is_durable:
@@ -519,8 +515,13 @@ class Job:
 
     def _warn(self, text: str) -> None:
         assert self._place is not None
-        letter = WarningGiven(generation=self._place.generation, rank=self._place.rank, text=text)
-        post(self._place.node.outbox(self._place.rank), letter)
+        self._post(WarningGiven(generation=self._place.generation, rank=self._place.rank, text=text))
+
+    def _post(self, letter: Letter) -> None:
+        """Something for the run to know. A full memory does not stop training for the sake of a word."""
+        assert self._place is not None
+        with contextlib.suppress(OSError):
+            post(self._place.node.outbox(self._place.rank), letter)
 
     def _leave_resumable(self) -> None:
         assert self._place is not None and self._page is not None and self._persister is not None
@@ -580,6 +581,7 @@ class Job:
             self._step, self._num_tokens = progress.step, progress.num_tokens
             self._orders.take(progress.orders)
         self._gate.forget()
+        self._refused_step = 0
         reload_ns = time.monotonic_ns() - began_ns
         if adopted is not None:
             self._save_before_change(adopted)
@@ -648,11 +650,7 @@ class Job:
         files, slot = self._slot_to_restore(place)
         is_fresh = self._is_fresh and files is self._files
         is_adopted = is_fresh and slot.num_bytes >= _ADOPT_BYTES and not torch.cuda.is_available()
-        try:
-            buffer = files.adopt(slot) if is_adopted else files.read_slot(slot)
-        except CheckpointDamaged:
-            files.void(slot.index)  # so that it is not chosen again
-            raise
+        buffer = _verified(files, slot, is_adopted=is_adopted)
         return (slot if is_adopted else None), tree_in_place(buffer, self._parts, is_adopted=is_adopted)
 
     def _slot_to_restore(self, place: WorkerPlace) -> tuple[SnapshotFiles, Slot]:
@@ -753,6 +751,8 @@ class Job:
         """More parts of the state, for a framework that makes them after the job."""
         self._parts.update(parts)
         self._sharding = Sharding(self._parts, rank=self.rank, world_size=self.world_size)
+        if self._place is not None:
+            self._orders = ArrivalOrders(self._parts.values())
 
     def do_not_go_back(self) -> None:
         """The loop cannot take a step back, so this process ends when a collective breaks."""
@@ -767,7 +767,7 @@ class Job:
             with self._durable_state(place) as saved:
                 return saved.rank_tree(self.rank % saved.world_size)["data"]["loader"]
         files, slot = self._slot_to_restore(place)
-        return read_branch(files.read_slot(slot), "data")["loader"]
+        return read_branch(_verified(files, slot), "data")["loader"]
 
     def restore(self) -> int:
         """Put the saved state back, if there is one; the number of steps finished so far."""
@@ -783,9 +783,16 @@ class Job:
         self._between_steps()
 
     def save_now(self, *, is_durable: bool) -> None:
-        """Save the state as it is."""
-        if self._place is not None:
-            self._save(is_durable=is_durable)
+        """Save the state as it is; durably in any case if the run is to stop, and if asked for unless the durable save
+        before is not finished everywhere."""
+        if self._place is None:
+            return
+        assert self._persister is not None
+        if self.is_stop_due:
+            self._persister.begin_last(on_wait=self._is_saving)
+        elif is_durable:
+            is_durable = self._persister.may_begin(self._step)
+        self._save(is_durable=is_durable or self.is_stop_due)
 
     @property
     def is_stop_due(self) -> bool:
@@ -811,6 +818,15 @@ class Job:
     def keep_log(self, writer: ContinuedWriter) -> None:
         """Flush `writer` with every save, and tell it when the run goes back to an earlier step."""
         self._log_writers.append(writer)
+
+
+def _verified(files: SnapshotFiles, slot: Slot, *, is_adopted: bool = False) -> memoryview:
+    """The bytes of a snapshot. Raises CheckpointDamaged; then it is not chosen again."""
+    try:
+        return files.adopt(slot) if is_adopted else files.read_slot(slot)
+    except CheckpointDamaged:
+        files.void(slot.index)
+        raise
 
 
 def _until_first_collective_ns(begin_ns: int) -> int:

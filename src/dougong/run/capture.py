@@ -89,10 +89,10 @@ def fenced_storages(parts: Mapping[str, Any]) -> frozenset[int]:
         if not isinstance(part, torch.optim.Optimizer):
             continue
         for group in part.param_groups:
-            found.update(_address(parameter) for parameter in group["params"])
+            found.update(storage_address(parameter) for parameter in group["params"])
         owner: Any = part.optim if is_zero(part) else part
         for state in cast("dict[Any, dict[str, Any]]", owner.state).values():
-            found.update(_address(value) for value in state.values() if isinstance(value, torch.Tensor))
+            found.update(storage_address(value) for value in state.values() if isinstance(value, torch.Tensor))
     return frozenset(found - {0})
 
 
@@ -119,11 +119,11 @@ def _is_fenced(leaf: Leaf, fenced: frozenset[int]) -> bool:
     return (
         isinstance(leaf.value, torch.Tensor)
         and leaf.path[0] in ("model", "optimizer")
-        and _address(leaf.value) in fenced
+        and storage_address(leaf.value) in fenced
     )
 
 
-def _address(tensor: torch.Tensor) -> int:
+def storage_address(tensor: torch.Tensor) -> int:
     """Of its storage; a view of a parameter is as fenced as the parameter. 0 for one without (empty, meta)."""
     whole: Any = tensor
     local: Any = whole.to_local() if hasattr(whole, "to_local") else whole
@@ -142,16 +142,17 @@ def _copied(value: Any) -> Any:
 
 
 _streams: dict[int, Any] = {}
-_pinned: set[int] = set()
+_pinned: dict[int, memoryview] = {}
+"""Buffers that the device knows by address. They stay mapped as long as the process lives: it would write elsewhere."""
 
 
 def _pin(buffer: memoryview) -> None:
-    """Have the device write into shared memory directly. A buffer stays mapped as long as the process lives."""
+    """Have the device write into shared memory directly."""
     address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
     if address not in _pinned:
         cuda = cast("Any", torch.cuda).cudart()
         cuda.cudaHostRegister(address, len(buffer), 0)
-        _pinned.add(address)
+        _pinned[address] = buffer
 
 
 def _side_stream(device: torch.device) -> Any:

@@ -96,13 +96,19 @@ class Copier:
             except (RuntimeError, ValueError) as error:
                 done = Done(slot=None, reason=str(error))
             finally:
-                if done.slot is None and job.replaces is not None:
-                    self._files.void(job.replaces)  # it is about to be trained in
-                self._may_change.set()
-                try:
-                    job.on_done(done)
-                finally:
-                    self._is_idle.set()
+                self._let_go(job, done)
+
+    def _let_go(self, job: CopyJob, done: Done) -> None:
+        """Whatever fails here, nobody waits for this copy any more."""
+        try:
+            if done.slot is None and job.replaces is not None:
+                self._files.void(job.replaces)  # it is about to be trained in
+        finally:
+            self._may_change.set()
+            try:
+                job.on_done(done)
+            finally:
+                self._is_idle.set()
 
     def _reserve(self, num_bytes: int) -> None:
         try:

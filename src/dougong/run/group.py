@@ -92,17 +92,21 @@ class ReplaceableGroup(dist.ProcessGroup):
         if inner is not None and hasattr(inner, "abort"):
             inner.abort()
 
-    def cut(self) -> None:
-        """From another thread: have a collective that waits for a lost peer end with an error.
+    def cut(self) -> bool:
+        """From another thread: have a collective that waits for a lost peer end with an error. False = there is no
+        inner group with peers to leave now.
 
         gloo has no way to end a collective from outside, so its connections are shut down; NCCL's is aborted.
         """
         with self._lock:
             inner = self._inner
+            if inner is None or isinstance(inner, Alone):
+                return False
             if self._inner_backend == "nccl" and hasattr(inner, "abort"):
                 inner.abort()
             for fd in self._sockets:
                 _shut_down(fd)
+            return True
 
     # the collectives that torch calls on a group; each asks for the inner one anew
 

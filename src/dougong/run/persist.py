@@ -163,6 +163,7 @@ class Persister:
 
     def submit(self, request: PersistRequest) -> None:
         """Have the writer write it. `may_begin` must have said yes."""
+        assert not self._is_free.is_set()
         self._busy_step = request.step
         self._files.pin(request.index)
         now_ns = time.monotonic_ns()

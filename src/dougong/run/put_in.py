@@ -10,11 +10,15 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from dougong.run.capture import fenced_storages
-from dougong.run.optimizer_state import local_part
+from dougong.run.capture import fenced_storages, storage_address
+from dougong.run.optimizer_state import is_zero, local_part
 from dougong.run.state import is_array, part_trees, read_table, view_of
 from dougong.run.tree import assemble, dismantle
+
+_VALUE_DEPTH = 4
+"""Of `optimizer.state.<parameter>.<value>` in the state tree."""
 
 
 def tree_in_place(buffer: memoryview, parts: Mapping[str, Any], *, is_adopted: bool) -> dict[str, Any]:
@@ -32,11 +36,11 @@ def tree_in_place(buffer: memoryview, parts: Mapping[str, Any], *, is_adopted: b
         target = live.get(record.path)
         if isinstance(saved, torch.Tensor) and target is not None and _is_same_kind(saved, target):
             # the memory inside a DTensor cannot be exchanged from outside
-            is_own = is_adopted and record.path not in sharded and _address(target) in fenced
+            is_own = is_adopted and record.path not in sharded and storage_address(target) in fenced
             is_own = is_own and target.device.type == "cpu"
             _fill(target, saved, is_adopted=is_own)
             leaves.append(target)
-        elif is_adopted and record.kind == "torch" and record.path[:2] == ("optimizer", "state"):
+        elif is_adopted and record.kind == "torch" and _can_move_out(record.path, parts):
             leaves.append(saved)
         else:
             leaves.append(saved.clone() if isinstance(saved, torch.Tensor) else saved)
@@ -51,6 +55,19 @@ def move_out(parts: Mapping[str, Any], buffer: memoryview) -> None:
     for tensor in _all_tensors(parts):
         if tensor.device.type == "cpu" and first <= tensor.data_ptr() < last:
             tensor.data = tensor.data.clone()
+
+
+def _can_move_out(path: tuple[str | int, ...], parts: Mapping[str, Any]) -> bool:
+    """Is it a value of the optimizer's state that `move_out` would find again? Not that of ZeRO-1, which lies in an
+    inner optimizer, nor the inside of a DTensor or of a list."""
+    optimizer = parts.get("optimizer")
+    return (
+        path[:2] == ("optimizer", "state")
+        and len(path) == _VALUE_DEPTH
+        and isinstance(optimizer, torch.optim.Optimizer)
+        and not is_zero(optimizer)
+        and not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    )
 
 
 def _live_tensors(
@@ -98,10 +115,6 @@ def _key(tensor: torch.Tensor) -> tuple[int, torch.Size]:
     return (
         (tensor.data_ptr(), tensor.shape) if type(tensor) in (torch.Tensor, torch.nn.Parameter) else (0, tensor.shape)
     )
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().data_ptr())
 
 
 def _all_tensors(parts: Mapping[str, Any]) -> list[torch.Tensor]:

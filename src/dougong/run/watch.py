@@ -29,8 +29,8 @@ class Watch:
         while True:
             wanted = self._page.cut_generation
             if wanted >= self._generation and wanted != last_cut:
-                last_cut = wanted
                 group = default_group()
-                if group is not None:
-                    group.cut()
+                # one that is only being formed is cut once it is there
+                if group is None or group.cut():
+                    last_cut = wanted
             time.sleep(_POLL_S)

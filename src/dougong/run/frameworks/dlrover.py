@@ -81,7 +81,7 @@ class DdpCheckpointer(Checkpointer):
         if self._job.is_in_run:
             self._restore_once()
             self._given = state_dict
-            self._job.save_now(is_durable=storage_type is StorageType.DISK or self._job.is_stop_due)
+            self._job.save_now(is_durable=storage_type is StorageType.DISK)
             self._job.leave_if_asked()
             self._given = {}  # it refers to the live tensors
             self._since_ns = time.monotonic_ns()

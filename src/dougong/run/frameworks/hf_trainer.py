@@ -249,9 +249,8 @@ class DougongCallback(TrainerCallback):
     def _give_parts(self) -> None:
         trainer, job = self._trainer, self._running.job
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # out of Accelerate's wrapper
-        job.take_in(model=trainer.model_wrapped, optimizer=optimizer, lr_scheduler=trainer.lr_scheduler)
-        if trainer.accelerator.scaler is not None:
-            job.take_in(scaler=trainer.accelerator.scaler)
+        scaler = {} if trainer.accelerator.scaler is None else {"scaler": trainer.accelerator.scaler}
+        job.take_in(model=trainer.model_wrapped, optimizer=optimizer, lr_scheduler=trainer.lr_scheduler, **scaler)
         job.describe_model(None, None)
 
     def _exportable(self) -> list[Any]:
