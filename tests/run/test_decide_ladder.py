@@ -184,12 +184,21 @@ def test_a_smaller_world_grows_once_a_node_is_free_for_a_while() -> None:
     assert isinstance(decide(asked, POLICY), Wait)
     left = view(**small, is_growing=True, has_left=True, finished_ranks=(0, 1))
     assert isinstance(decide(left, POLICY), Regroup)
+    # the controller that asked them has died meanwhile: the next one must not take a half-trained job for finished
+    assert isinstance(decide(view(**small, has_left=True, finished_ranks=(0, 1)), POLICY), Regroup)
 
 
 @pytest.mark.parametrize("why", [{"is_attached": False}, {"is_restored": False}, {"is_stop_wanted": True}])
 def test_it_does_not_grow(why: dict[str, Any]) -> None:
     small = view(placement=placed("node-a", "node-c"), running_s=POLICY.grow_wait_s + 1, **why)
     assert isinstance(decide(small, POLICY), Wait)
+
+
+def test_it_does_not_grow_on_its_last_restart_nor_by_nodes_that_are_not_tested_yet() -> None:
+    small: dict[str, Any] = {"placement": placed("node-a", "node-c"), "running_s": POLICY.grow_wait_s + 1}
+    assert isinstance(decide(view(**small, num_restarts=2), Policy(max_restarts=2)), Wait)
+    assert isinstance(decide(view(**small, num_restarts=1), Policy(max_restarts=2)), Grow)
+    assert isinstance(decide(view(**small, untested=("node-b", "node-d")), POLICY), Wait)
 
 
 @given(

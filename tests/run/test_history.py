@@ -3,6 +3,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,6 +106,28 @@ def test_an_end_is_known_by_name_until_the_job_is_started_again(event: AnyEvent,
     again = after(*BEGINNING, LOST, generation(2), event, kinds.JobStarted(job="r", is_resume=True))
     assert (again.is_ended, again.end, again.num_restarts, again.num_fruitless) == (False, "", 0, 0)
     assert again.max_step == 10 and again.generation == 2
+
+
+def test_a_resume_is_no_restart_and_a_copy_that_could_not_be_had_is_no_failure() -> None:
+    resumed = after(*BEGINNING, kinds.JobStopped(step=1, reason="x"), kinds.JobStarted(job="r", is_resume=True))
+    assert resumed.num_restarts == 0
+    begun = after(*BEGINNING, kinds.JobStarted(job="r", is_resume=True), generation(2, rung="standby"))
+    assert (begun.num_restarts, begun.rung) == (0, "standby")
+    again = after(*BEGINNING, kinds.JobStarted(job="r", is_resume=True), generation(2), LOST, generation(3))
+    assert again.num_restarts == 1
+    refused = msgspec.structs.replace(LOST, is_failure=False)
+    assert after(*BEGINNING, refused).num_fruitless == 0 and after(*BEGINNING, LOST).num_fruitless == 1
+
+
+def test_only_a_loss_whose_state_came_from_storage_counts_as_one_of_memory() -> None:
+    def decided(source: Any) -> kinds.RecoveryDecided:
+        return kinds.RecoveryDecided(
+            generation=2, rung="standby", restore_step=1, restore_source=source, backoff_s=0.0, reason="x"
+        )
+
+    assert after(*BEGINNING, LOST, decided("durable")).num_memory_losses == 1
+    assert after(*BEGINNING, LOST, decided("memory")).num_memory_losses == 0
+    assert after(*BEGINNING, decided("durable")).num_memory_losses == 0, "the world grew; nothing was lost"
 
 
 def test_lost_nodes_are_known_until_they_are_repaired() -> None:

@@ -194,3 +194,10 @@ def test_after_a_roll_back_the_announced_rhythm_holds_at_once() -> None:
     times = SaveTimes(memory_every_steps=5, durable_every_steps=10)
     times.take(SaveOrder(1000, 2, 4), step=None)
     assert times.is_due(2) and times.is_durable(4) and not times.is_due(5)
+
+
+def test_a_rank_that_stays_does_not_leave_at_a_step_that_was_meant_for_the_generation_before(tmp_path: Path) -> None:
+    page = Page.create(tmp_path / "page", generation=1)
+    page.stop_at_step = 40
+    page.join_generation(2)
+    assert page.stop_at_step == 0 and page.generation == 2

@@ -27,6 +27,9 @@ CauseClass = Literal[
     "unknown",
 ]
 
+Rung = Literal["first", "in-process", "standby", "cold", "replaced-node", "resized"]
+"""How far the ranks are started anew, from the cheapest to the dearest."""
+
 Tier = Literal[
     "memory",  # of the node itself
     "peer",  # of another node too
@@ -97,7 +100,7 @@ class GenerationStarted(Event, frozen=True, kw_only=True):
 
     generation: int
     placement: tuple[Placed, ...]
-    rung: Literal["first", "in-process", "standby", "cold", "replaced-node", "resized"]
+    rung: Rung
     reason: str
 
 
@@ -189,6 +192,8 @@ class WorkerLost(Event, frozen=True, kw_only=True):
     last_step: int | None = None
     traceback: str = ""
     evidence: str = ""
+    is_failure: bool = True
+    """Does it count among the failures without a new step? Not if only another copy of the state has to be had."""
 
 
 class RecoveryDecided(Event, frozen=True, kw_only=True):

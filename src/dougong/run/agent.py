@@ -107,6 +107,7 @@ class Agent:
         )
         self._generation = 0
         self._killed_generation = 0
+        self._stop_at_step = 0
         self._launching = asyncio.Lock()
         self._links = LinkDoor(token=token)
         self._link_port = 0
@@ -199,6 +200,7 @@ class Agent:
                 if message.wall_ns:  # the run has one time, whatever this host's wall clock says
                     self._clock = CarriedClock(self._host_clock, offset_ns=message.wall_ns - self._now_ns())
             case wire.Launch():
+                self._stop_at_step = 0  # at once: a stop right behind it is for ranks that are yet to be started
                 self._spawn(self._launch(message))
             case wire.Kill():
                 self._spawn(self._kill(message))
@@ -207,6 +209,7 @@ class Agent:
             case wire.ProbeLinks():
                 self._spawn(self._probe_links(message))
             case wire.StopAt():
+                self._stop_at_step = message.step
                 for worker in self._workers.values():
                     worker.page.stop_at_step = message.step
             case wire.SaveEvery():
@@ -288,6 +291,7 @@ class Agent:
         worker = self._workers[rank]
         worker.worker = msgspec.structs.replace(worker.worker, generation=launch.generation)
         worker.num_drained = worker.page.join_generation(launch.generation)
+        worker.page.stop_at_step = self._stop_at_step
         restore = launch.restore
         letter = Rejoin(
             generation=launch.generation,
@@ -307,6 +311,7 @@ class Agent:
             shutil.rmtree(box, ignore_errors=True)
         path = self._node.page(rank)
         page = with_reserve(self._node.root, lambda: Page.create(path, generation=launch.generation))
+        page.stop_at_step = self._stop_at_step
         place = place_of(self._settings, self._run, self._node, launch, rank=rank, local_rank=local_rank)
         log_path = self._run.logs / f"rank-{rank}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)

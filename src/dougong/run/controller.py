@@ -110,7 +110,7 @@ class Controller:
         self._stopped: set[int] = set()
         self._killed: set[str] = set()
         self._staying: set[int] = set()
-        self._rung: rules.Rung = "first"
+        self._rung: kinds.Rung = history.rung
         self._is_growing = False
         self._backoff_until_s = 0.0
         self._pending: rules.Place | None = None
@@ -596,7 +596,7 @@ class Controller:
     def _hear_end(self, node: NodeSession, message: wire.WorkerEnded) -> None:
         if message.generation != self._generation:
             return
-        if self._status == "tearing-down":
+        if self._status in ("tearing-down", "preflight", "backing-off"):
             self._staying.discard(message.rank)
             return
         if message.exit_code == 0 or (
@@ -821,17 +821,16 @@ class Controller:
             last_step=self._progress.last_step,
             traceback=loss.traceback,
             evidence=evidence,
+            is_failure=loss.is_failure,
         )
         self._record(event)
         self._saves.note_loss()
         self._num_fruitless += loss.is_failure
         if loss.cause_class in ("hang", "network") or self._links.cut:
             self._links.ask(now_s=self._now_s())
-        self._staying = set(decision.staying) - {rank}
-        if rank != loss.rank and decision.staying:
-            self._staying.add(loss.rank)  # the stacks name another one
-        if loss.cause_class == "network":
-            self._staying = set(decision.staying)
+        # of a broken link nobody is the culprit; of a hang the stacks may name another one than was suspected
+        culprits = set[int]() if loss.cause_class == "network" else {rank}
+        self._staying = (set(decision.staying) | ({loss.rank} if decision.staying else set())) - culprits
         self._tear_down()
         if self._settings.webhook_url:
             self._spawn(self._tell_webhook(event))
@@ -994,7 +993,8 @@ class Controller:
         if not self._is_stop_sent:
             self._is_stop_sent = True
             if self._is_attached:
-                self._ask_ranks_to_leave()
+                if not self._is_growing:  # else they have been asked, and some may have left
+                    self._ask_ranks_to_leave()
             else:
                 self._broadcast(wire.Kill(generation=self._generation, grace_s=_SIGTERM_GRACE_S))
         elif self._is_attached and waited_s > _STOP_S:

@@ -11,13 +11,11 @@ from typing import Literal
 
 import msgspec
 
-from dougong.event.kinds import CauseClass, Placed
+from dougong.event.kinds import CauseClass, Placed, Rung
 from dougong.run.cut_links import reach_each_other
 from dougong.run.hang import Finding, FindingKind
 from dougong.run.restore_choice import choose_restore as choose_restore
 from dougong.run.settings import Policy
-
-Rung = Literal["first", "in-process", "standby", "cold", "replaced-node", "resized"]
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -346,7 +344,7 @@ def _while_running(view: JobView, policy: Policy) -> Decision:
         detail = f"the recovery in the process did not finish within {policy.rejoin_s:g} s"
         loss = Loss(rank=placed.rank, component=placed.component, cause_class="software", detail=detail)
         return Interrupt(loss=loss, reason=detail)
-    if view.is_growing and view.has_left:
+    if view.has_left:  # nobody wants a stop: it was for a larger world, whoever asked for that
         return Regroup(reason="every rank has saved and left")
     if len(set(view.finished_ranks)) == len(view.placement):
         return Finish(reason="every rank ended well")
@@ -363,6 +361,7 @@ def _can_grow(view: JobView, policy: Policy) -> bool:
         and not view.is_growing
         and not view.is_stop_wanted
         and not view.finished_ranks
+        and (policy.max_restarts is None or view.num_restarts < policy.max_restarts)
         and len(view.placement) < view.num_nodes * view.procs_per_node
         and view.running_s > policy.grow_wait_s
         and bool(_free(view))
@@ -371,7 +370,7 @@ def _can_grow(view: JobView, policy: Policy) -> bool:
 
 def _free(view: JobView) -> list[str]:
     in_use = {placed.component for placed in view.placement}
-    return [component for component in usable_nodes(view) if component not in in_use]
+    return [name for name in usable_nodes(view) if name not in in_use and name not in view.untested]
 
 
 def _who_stays(view: JobView, policy: Policy, *, but: tuple[int, ...] = ()) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from dougong.event.kinds import (
     Recorded,
     RecoveryDecided,
     ReplicasCompared,
+    Rung,
     SaveRhythmChosen,
     StateRestored,
     StepFinished,
@@ -50,6 +51,8 @@ class JobHistory(msgspec.Struct, frozen=True, kw_only=True):
     end: str = ""
     generation: int = 0
     placement: tuple[Placed, ...] = ()
+    rung: Rung = "first"
+    """Of the last start of the ranks."""
     is_broken: bool = False
     """A rank was lost and no new generation was started since."""
     is_attached: bool = False
@@ -156,21 +159,22 @@ def _advance(history: JobHistory, record: Recorded) -> JobHistory:
                 is_restored=False,
                 is_resumed=event.generation == 1,
                 last_step=0,
-                num_restarts=history.num_restarts + (event.rung != "first"),
+                num_restarts=history.num_restarts + history.has_run_since_start,
+                rung=event.rung,
             )
         case StateRestored() as event:
             return change(history, is_attached=True, is_restored=True, last_step=event.step)
         case JobResumed():
             return change(history, is_resumed=True)
-        case WorkerLost():
+        case WorkerLost() as event:
             return change(
                 history,
                 is_broken=True,
-                num_fruitless=history.num_fruitless + 1,
+                num_fruitless=history.num_fruitless + event.is_failure,
                 num_losses=history.num_losses + 1,
             )
         case RecoveryDecided() as event if event.restore_source in ("durable", "none"):
-            return change(history, num_memory_losses=history.num_memory_losses + 1)
+            return change(history, num_memory_losses=history.num_memory_losses + history.is_broken)
         case SaveRhythmChosen() as event:
             return change(history, save_rhythm=event)
         case NodeLost() as event:

@@ -288,6 +288,7 @@ class Page:
         """The rank goes on in a new generation; how many records its ring has seen so far. It is told by a letter."""
         self._words[_Field.GENERATION] = generation
         self._words[_Field.SAVES_HELD_UNTIL_STEP] = 0
+        self.stop_at_step = 0
         return self._words[_Field.RING_COUNT]
 
     @property

@@ -27,6 +27,7 @@ class SaveDesk:
         self._prior = rules.prior_belief(rule, num_nodes=len(settings.nodes))
         self._num_losses = history.num_losses
         self._num_memory_losses = history.num_memory_losses
+        self._is_after_loss = history.is_broken
         self._steps: deque[rules.JobStep] = deque(maxlen=_NUM_STEPS)
         self._write_s = 0.0
         self._looked_s = now_s
@@ -45,11 +46,13 @@ class SaveDesk:
         self._steps.clear()
         self._from_step = 0
         if restore_source in ("durable", "none"):
-            self._num_memory_losses += self._num_losses > 0
+            self._num_memory_losses += self._is_after_loss
+        self._is_after_loss = False
 
     def note_loss(self) -> None:
         """The job was interrupted."""
         self._num_losses += 1
+        self._is_after_loss = True
 
     def note_steps(self, steps: Sequence[rules.JobStep]) -> None:
         """Steps that all ranks have finished; those before the rhythm began say nothing of it."""
