@@ -7,13 +7,16 @@ exits. When stdin closes (the agent is gone) it ends; its workers live on and ar
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
+import io
 import os
 import random
 import select
 import signal
 import sys
+import threading
 from typing import NoReturn
 
 import msgspec
@@ -34,10 +37,32 @@ def main() -> NoReturn:
     if request.entry == "preflight":
         from dougong.run.preflight_worker import main as test_node
 
-        sys.exit(test_node())
+        _leave(test_node())
     from dougong.run.worker import run_worker
 
-    sys.exit(run_worker(request))
+    _leave(run_worker(request))
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """End this child in order, but without taking the interpreter apart.
+
+    A daemon thread that is inside torch then (a loader's, a logger's, gloo's own, which drops tensors) is ended by the
+    interpreter in the middle of C++, and C++ aborts the whole process: a training that had ended well would count as
+    crashed, and be started again.
+    """
+    # what the interpreter itself does first: it waits for threads that are not daemons, and calls exit functions
+    threading._shutdown()  # pyright: ignore
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+    _flush_files()
+    os._exit(exit_code & 0xFF)
+
+
+def _flush_files() -> None:
+    """Every file that the script has left open, standard streams included."""
+    for file in (*gc.get_objects(), sys.stdout, sys.stderr):
+        if type(file) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+            with contextlib.suppress(OSError, ValueError):  # a full disk, a closed file: as at any end
+                file.flush()
 
 
 def _preload() -> None:
