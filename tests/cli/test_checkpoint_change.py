@@ -198,16 +198,38 @@ def test_an_encrypted_checkpoint_is_exported_with_its_key_only(tmp_path: Path) -
 
 def test_a_stranger_who_mends_the_checksums_is_found_with_the_key(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
-    import msgspec
-    import xxhash
-
     from dougong.run.sealed import Sealer
 
     torch_checkpoint(tmp_path / "checkpoints", sealer=Sealer(KEY))
     (tmp_path / "key").write_bytes(KEY)
     directory = tmp_path / "checkpoints" / "step-000000007-g001"
     flip(directory / "rank-0.state", offset_bytes=80)
-    found = manifest.read_manifest(str(tmp_path / "checkpoints"), directory.name)
+    mend_checksums(directory)
+    assert "good" in call("verify", tmp_path / "checkpoints").stdout
+    result = call("verify", tmp_path / "checkpoints", "--checkpoint-key", tmp_path / "key")
+    assert result.return_value == 1 and "AES-GCM" in result.stdout
+
+
+def test_a_plain_file_put_in_the_place_of_an_encrypted_one_is_found_with_the_key(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    from dougong.run.sealed import Sealer
+
+    torch_checkpoint(tmp_path / "checkpoints", sealer=Sealer(KEY))
+    (tmp_path / "key").write_bytes(KEY)
+    directory = tmp_path / "checkpoints" / "step-000000007-g001"
+    sealed = directory / "rank-0.state"
+    sealed.write_bytes(bytes(sealed.stat().st_size))
+    mend_checksums(directory)
+    result = call("verify", tmp_path / "checkpoints", "--checkpoint-key", tmp_path / "key")
+    assert result.return_value == 1 and "not encrypted" in result.stdout
+
+
+def mend_checksums(directory: Path) -> None:
+    """Of manifest and COMMIT, as one can who knows the format but not the key."""
+    import msgspec
+    import xxhash
+
+    found = manifest.read_manifest(str(directory.parent), directory.name)
     files = tuple(
         msgspec.structs.replace(file, xxh3=xxhash.xxh3_128_hexdigest((directory / file.name).read_bytes()))
         for file in found.files
@@ -215,9 +237,6 @@ def test_a_stranger_who_mends_the_checksums_is_found_with_the_key(tmp_path: Path
     content = msgspec.json.encode(msgspec.structs.replace(found, files=files))
     (directory / "manifest.json").write_bytes(content)
     (directory / "COMMIT").write_text(xxhash.xxh3_128_hexdigest(content))
-    assert "good" in call("verify", tmp_path / "checkpoints").stdout
-    result = call("verify", tmp_path / "checkpoints", "--checkpoint-key", tmp_path / "key")
-    assert result.return_value == 1 and "AES-GCM" in result.stdout
 
 
 def test_without_torch_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

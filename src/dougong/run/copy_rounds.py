@@ -59,7 +59,6 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     from_step: int
     plan: PeerPlan
-    begun_s: float
     kept_s: float = 0.0
 
 
@@ -238,22 +237,21 @@ class CopyRounds:
             generation=job.generation,
             from_step=max(steps) + 1 + math.ceil(_AHEAD_S / max(job.step_s, 1e-3)),
             plan=self._plan,
-            begun_s=now_s,
         )
 
     # --- telling ---
 
     def _tell_all(self) -> None:
         """The first order has an agent start its courier, so it goes to all."""
+        keepers = dict(self._plan.keepers) if self._round is not None else {}
         for session in self._sessions.values():
-            order = self._order_for(session.component)
+            order = self._order_for(keepers.get(session.component, ()))
             known = self._told.get(session.component)
             if session.connection is not None and not session.is_lost and known != (session.connection, order):
                 self._told[session.component] = (session.connection, order)
                 session.send(order)
 
-    def _order_for(self, component: str) -> wire.CopyOrder:
-        keepers = self._plan.keepers_of(component) if self._round is not None else ()
+    def _order_for(self, keepers: Sequence[str]) -> wire.CopyOrder:
         peers = [self._sessions[keeper] for keeper in keepers]
         return wire.CopyOrder(
             generation=self._round.generation if self._round is not None else 0,
@@ -299,8 +297,8 @@ def progress_of(round_: Round, copies: Sequence[Copy], *, homes: Mapping[int, st
     if len(steps) > 1:
         return Progress(has_begun=True, failure=f"ranks took different steps: {sorted(steps)}")
     state = Anchor(round_.generation, steps.pop())
-    wanted = ((rank, set(round_.plan.keepers_of(home))) for rank, home in homes.items())
-    if all(keepers <= holders[rank, state] for rank, keepers in wanted):
+    keepers = {owner: frozenset(names) for owner, names in round_.plan.keepers}
+    if all(keepers.get(home, frozenset()) <= holders[rank, state] for rank, home in homes.items()):
         num_bytes = sum(copy.snapshot.num_bytes for copy in at_home.values())
         return Progress(has_begun=True, state=state, num_bytes=num_bytes)
     return Progress(has_begun=True)

@@ -131,15 +131,18 @@ class CopyStore:
         is_changed = False
         for folder in self._node.copies.glob("*"):
             for rank, prefix in _ranks_in(folder):
-                newest = max((_state(slot) for slot in SnapshotFiles(prefix).slots()), default=NO_ANCHOR)
                 lock = self._lock_of(prefix)
-                if newest < anchor and lock.acquire(blocking=False):
-                    try:
+                if not lock.acquire(blocking=False):
+                    continue
+                try:
+                    # asked under the lock: a copy may just have been put there
+                    newest = max((_state(slot) for slot in SnapshotFiles(prefix).slots()), default=NO_ANCHOR)
+                    if newest < anchor:
                         for path in (*folder.glob(f"rank-{rank}.commit"), *folder.glob(f"rank-{rank}.buf*")):
                             path.unlink(missing_ok=True)
-                    finally:
-                        lock.release()
-                    is_changed = True
+                        is_changed = True
+                finally:
+                    lock.release()
             with contextlib.suppress(OSError):
                 folder.rmdir()  # once it is empty
         return is_changed

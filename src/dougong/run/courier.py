@@ -24,6 +24,7 @@ from dougong.run.copy_store import NO_ANCHOR, Anchor, CopyStore, Found, copy_ove
 from dougong.run.courier_orders import Bring, Brought, CourierMessage, CourierOrder, Report
 from dougong.run.layout import NodeDirectory, node_directory
 from dougong.run.settings import RunSettings, load_settings, run_directory
+from dougong.run.snapshot import Slot
 
 _POLL_S = 0.005
 _NICENESS = 10
@@ -78,7 +79,7 @@ class Courier:
         """Keep what the ranks have saved since, else send one copy. Was there anything to do?"""
         order = round_.order
         found = self._store.newest_of_own(generation=order.generation, from_step=order.from_step)
-        fresh = [state for state in found if state.rank not in round_.seen]
+        fresh = [state for state in found if state.rank not in round_.seen and state.slot not in round_.bad]
         for state in fresh:
             self._keep(state, round_)
         if fresh or not round_.to_send:
@@ -93,7 +94,9 @@ class Courier:
                 with self._store.deposit(self._component, state.rank, slot, anchor=self._anchor) as deposit:
                     copy_over(state, deposit)
         except DougongError:
-            return  # the rank wrote over it meanwhile; a later one will do, if all ranks take the same
+            # the rank wrote over it meanwhile, or it is damaged; a later one will do, if all ranks take the same
+            round_.bad.add(slot)
+            return
         except OSError as error:
             round_.give_up(state.rank)
             self._report(f"rank {state.rank}, step {slot.step}: {error.strerror}")
@@ -219,6 +222,7 @@ class _Round:
     def __init__(self, order: wire.CopyOrder) -> None:
         self.order = order
         self.seen: set[int] = set()
+        self.bad: set[Slot] = set()
         self.to_send: list[Found] = []
 
     def is_of(self, order: wire.CopyOrder) -> bool:

@@ -128,11 +128,16 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     except BaseException:
         staging.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Have the names in a local directory on disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(directory)
+        os.fsync(fd)
     finally:
-        os.close(directory)
+        os.close(fd)
 
 
 def _write_synced(path: Path, content: bytes, *, mode: int) -> None:

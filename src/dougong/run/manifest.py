@@ -292,7 +292,7 @@ def verify(
     # waiting for the disk goes on in parallel; hashing itself is faster than any disk
     _each_in_threads(manifest.files, lambda record: _compare(place, base, record, on_read=on_read))
     if sealer is not None and manifest.sealed_by:
-        _check_seals(place, base, manifest, sealer)
+        _each_in_threads(manifest.files, lambda record: _check_seal(place, f"{base}/{record.name}", sealer))
     return manifest
 
 
@@ -427,13 +427,12 @@ def _each_in_threads(records: tuple[FileRecord, ...], work: Callable[[FileRecord
             raise errors[record.name]
 
 
-def _check_seals(place: Place, base: str, manifest: Manifest, sealer: Sealer) -> None:
+def _check_seal(place: Place, path: str, sealer: Sealer) -> None:
     from dougong.run.sealed import UnsealedPlace
 
-    for record in manifest.files:
-        with UnsealedPlace(place, sealer).open_read(f"{base}/{record.name}") as file:
-            while file.read(_CHUNK_BYTES):
-                pass
+    with UnsealedPlace(place, sealer, must_be_sealed=True).open_read(path) as file:
+        while file.read(_CHUNK_BYTES):
+            pass
 
 
 def _read_or_nothing(place: Place, path: str) -> bytes:

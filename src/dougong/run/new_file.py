@@ -83,7 +83,7 @@ class DirectFile:
             content = content[len(chunk) :]
 
     def finish(self) -> FileRecord:
-        """Have it on disk, synced; its name must still be (see `sync_directory`)."""
+        """Have it on disk, synced; its name must still be (see `layout.sync_directory`)."""
         if self.is_direct:
             end = -(-self._held_bytes // BLOCK_BYTES) * BLOCK_BYTES
             self._gathered[self._held_bytes : end] = bytes(end - self._held_bytes)
@@ -180,15 +180,6 @@ class Pace:
             begin_ns = max(now_ns, self._free_ns)
             self._free_ns = begin_ns + round(num_bytes / self._write_bytes_per_s * 1e9)
         time.sleep((begin_ns - now_ns) / 1e9)
-
-
-def sync_directory(path: str) -> None:
-    """Have the names in a local directory on disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _open_new(path: str) -> tuple[int, bool]:

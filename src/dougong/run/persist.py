@@ -198,7 +198,8 @@ class Persister:
                     self._order_shard(hand)
                 self._see_through(hand)
             except (OSError, DougongError, RuntimeError, ValueError, msgspec.MsgspecError) as error:
-                self._take_back(hand)
+                with contextlib.suppress(OSError):
+                    self._take_back(hand)
                 self._fail(hand, str(error), cause=cause_of(error))
             finally:
                 self._files.pin(None)

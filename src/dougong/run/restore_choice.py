@@ -127,7 +127,8 @@ def _from_memory(
     chosen = _chosen([rank for rank in range(world_size) if rank not in own], elsewhere, homes)
     generation, step = state
     lost = [copy for copy in chosen if not copy.courier.component == copy.owner == homes.get(copy.snapshot.rank)]
-    here = [rank for rank in range(world_size) if rank not in {copy.snapshot.rank for copy in lost}]
+    moved = {copy.snapshot.rank for copy in lost}
+    here = [rank for rank in range(world_size) if rank not in moved]
     return Restore(
         source="peer" if lost else "memory",
         step=step,

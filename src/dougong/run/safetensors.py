@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from dougong.errors import UserError
-from dougong.run.layout import write_atomically
+from dougong.run.layout import sync_directory, write_atomically
 
 _ALIGN_BYTES = 8
 DTYPES = {
@@ -125,6 +125,7 @@ def _write_file(
             file.flush()
             os.fsync(file.fileno())
         staging.rename(path)
+        sync_directory(path.parent)
     except BaseException:
         staging.unlink(missing_ok=True)
         raise

@@ -124,20 +124,25 @@ class SealedFile:
 
 
 class UnsealedPlace:
-    """A storage whose sealed files read as what was put into them; all others as they are.
+    """A storage whose sealed files read as what was put into them; all others as they are, if there may be such.
 
-    Without the key, opening a sealed file raises UserError; one that was changed raises CheckpointDamaged.
+    Without the key, opening a sealed file raises UserError; one that was changed raises CheckpointDamaged, and so
+    does a plain one where every file must be sealed.
     """
 
-    def __init__(self, inner: Place, sealer: Sealer | None) -> None:
+    def __init__(self, inner: Place, sealer: Sealer | None, *, must_be_sealed: bool = False) -> None:
         self._inner = inner
         self._sealer = sealer
+        self._must_be_sealed = must_be_sealed
 
     def open_read(self, path: str) -> Any:
         file = self._inner.open_read(path)
         header = file.read(_HEADER.size)
         file.seek(0)
         if header[: len(_MAGIC)] != _MAGIC:
+            if self._must_be_sealed:
+                file.close()
+                raise CheckpointDamaged(path, reason="it is not encrypted, though the others of its checkpoint are")
             return file
         if self._sealer is None:
             file.close()

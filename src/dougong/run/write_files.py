@@ -8,8 +8,9 @@ import os
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
+from dougong.run.layout import sync_directory
 from dougong.run.manifest import FileRecord, LocalPlace, Place
-from dougong.run.new_file import BLOCK_BYTES, NewFile, OnChunk, new_file, sync_directory
+from dougong.run.new_file import BLOCK_BYTES, NewFile, OnChunk, new_file
 from dougong.run.sealed import SealedFile, Sealer, sealed_bytes
 from dougong.run.write_order import FileOrder, Given
 
@@ -33,8 +34,8 @@ def write_files(
         for file in files:
             records.append(_write(file, buffer, place=place, directory=directory, on_chunk=on_chunk, sealer=sealer))
         if isinstance(place, LocalPlace):
-            sync_directory(directory)
-            sync_directory(str(Path(directory).parent))
+            sync_directory(Path(directory))
+            sync_directory(Path(directory).parent)
     except BaseException:
         for record in records:
             with contextlib.suppress(OSError):

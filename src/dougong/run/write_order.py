@@ -16,6 +16,7 @@ import msgspec
 
 from dougong.run.layout import NodeDirectory, write_atomically
 from dougong.run.manifest import ItemRecord
+from dougong.run.reserve import with_reserve
 
 Kind = Literal["shard", "metadata"]
 
@@ -80,7 +81,8 @@ def orders_in(node: NodeDirectory) -> tuple[Path, ...]:
 def put_order(node: NodeDirectory, order: WriteOrder) -> Path:
     """Leave an order for the writer. Raises OSError if there is no shared memory for it."""
     path = order_path(node, order.rank, order.kind)
-    write_atomically(path, msgspec.msgpack.encode(order), mode=0o600)
+    content = msgspec.msgpack.encode(order)
+    with_reserve(node.root, lambda: write_atomically(path, content, mode=0o600))
     return path
 
 

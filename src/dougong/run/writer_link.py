@@ -39,6 +39,7 @@ class WriterLink:
         self._restart_s = _RESTART_S
         self._is_started = False
         self._is_closed = False
+        self._is_ended = False
         self._early: list[str] = []
 
     async def take_over(self) -> None:
@@ -65,6 +66,7 @@ class WriterLink:
     def end(self) -> None:
         """End it at once: the run is over, and nobody will commit what it writes."""
         self.close()
+        self._is_ended = True
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -94,6 +96,11 @@ class WriterLink:
         self._spawn(self._watch(self._process))
         while self._early:
             self._write_line(self._early.pop(0))
+        # asked while it was being started
+        if self._is_ended:
+            self.end()
+        elif self._is_closed:
+            self.close()
 
     def _write_line(self, path: str) -> None:
         if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
