@@ -85,7 +85,7 @@ class Cluster:
             wire.CopyStatus(
                 owner=owner,
                 snapshot=wire.SnapshotStatus(
-                    rank=rank, step=step, generation=self.job.generation, world_size=2, num_bytes=10, is_verified=True
+                    rank=rank, step=step, generation=self.job.generation, world_size=2, num_bytes=10
                 ),
             )
             for rank, owner, step in held

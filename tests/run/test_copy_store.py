@@ -42,7 +42,7 @@ def test_a_copy_has_the_bytes_and_the_name_of_its_owner(node: NodeDirectory) -> 
     slot = saved(node, step=5)
     keep(store, step=5)
     (held,) = store.held()
-    assert (held.owner, held.snapshot.rank, held.snapshot.step, held.snapshot.is_verified) == (OWNER, 0, 5, True)
+    assert (held.owner, held.snapshot.rank, held.snapshot.step) == (OWNER, 0, 5)
     assert bytes(SnapshotFiles(node.copy(0, owner=OWNER)).read(step=5)) == bytes([5]) * 9000
     assert store.has(OWNER, 0, slot) and not store.has("other/node", 0, slot)
 
@@ -52,7 +52,7 @@ def test_copies_are_not_taken_for_the_nodes_own_checkpoints(node: NodeDirectory)
 
     saved(node, step=5)
     keep(CopyStore(node), step=5)
-    assert [status.step for status in snapshots_in(node, is_verified=True)] == [5]
+    assert [status.step for status in snapshots_in(node)] == [5]
 
 
 def test_a_transfer_that_breaks_off_leaves_the_copies_before_it(node: NodeDirectory) -> None:

@@ -346,10 +346,8 @@ def test_every_decision_has_a_reason_and_repeating_the_question_repeats_the_answ
 # --- from where to go on ---
 
 
-def held(rank: int, step: int, *, generation: int = 1, world_size: int = 2, is_verified: bool = True) -> SnapshotStatus:
-    return SnapshotStatus(
-        rank=rank, step=step, generation=generation, world_size=world_size, num_bytes=1, is_verified=is_verified
-    )
+def held(rank: int, step: int, *, generation: int = 1, world_size: int = 2) -> SnapshotStatus:
+    return SnapshotStatus(rank=rank, step=step, generation=generation, world_size=world_size, num_bytes=1)
 
 
 def restore(*snapshots: SnapshotStatus, durable: tuple[int, str] | None = None, is_attached: bool = True) -> Any:
@@ -408,7 +406,6 @@ SNAPSHOTS = st.lists(
         generation=st.integers(1, 3),
         world_size=st.sampled_from([2, 3]),
         num_bytes=st.just(1),
-        is_verified=st.booleans(),
     ),
     max_size=20,
 )

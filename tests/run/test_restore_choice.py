@@ -15,9 +15,7 @@ HOMES = {0: "r1/a", 1: "r1/b", 2: "r2/c"}
 
 
 def held(rank: int, step: int, *, generation: int = 1, world_size: int = 3) -> SnapshotStatus:
-    return SnapshotStatus(
-        rank=rank, step=step, generation=generation, world_size=world_size, num_bytes=1, is_verified=True
-    )
+    return SnapshotStatus(rank=rank, step=step, generation=generation, world_size=world_size, num_bytes=1)
 
 
 def copy(rank: int, step: int, *, on: str, owner: str = "r2/gone", generation: int = 1) -> Copy:
@@ -121,7 +119,6 @@ STATUSES = st.builds(
     generation=st.integers(1, 2),
     world_size=st.sampled_from([2, 3, 3, 3]),
     num_bytes=st.just(1),
-    is_verified=st.booleans(),
 )
 COPIES = st.builds(
     Copy,

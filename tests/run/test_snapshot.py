@@ -23,6 +23,7 @@ WRITER = Path(__file__).with_name("snapshot_writer.py")
 def write(files: SnapshotFiles, content: bytes, *, step: int, generation: int = 1) -> int:
     files.reserve(len(content))
     index = files.next_index()
+    files.reserve(len(content), only=index)
     files.void(index)
     files.buffer(index)[: len(content)] = content
     files.publish(index, step=step, generation=generation, world_size=2, num_bytes=len(content))
@@ -74,7 +75,45 @@ def test_a_pinned_buffer_is_not_written_over(pinned_step: int, files: SnapshotFi
     assert pinned_step in [slot.step for slot in files.slots()]
     files.pin(None)
     write(files, b"d", step=5)
-    assert [slot.step for slot in files.slots()] == [5, 4]
+    assert [slot.step for slot in files.slots()] == [5, 4, 3]
+
+
+def test_while_a_buffer_is_pinned_the_newest_is_not_written_over_either(files: SnapshotFiles) -> None:
+    """Another rank may be done with persisting, and have none of the pinned one's step any more."""
+    files.pin(write(files, b"a", step=1))
+    for step in range(2, 9):
+        write(files, b"b", step=step)
+        files.void(files.next_index())
+        assert [slot.step for slot in files.slots()] == [step, 1]
+
+
+def test_without_room_for_another_buffer_only_the_pinned_one_is_spared(
+    files: SnapshotFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dougong.run.snapshot.leaves_room", lambda root, num_bytes: len(list(root.iterdir())) < 3)
+    write(files, b"a", step=1)
+    files.pin(write(files, b"b", step=2))
+    for step in (3, 4):
+        write(files, b"c", step=step)
+        assert [slot.step for slot in files.slots()] == [step, 2]
+
+
+def test_as_many_snapshots_are_kept_as_asked_for(files: SnapshotFiles) -> None:
+    for step in range(1, 9):
+        files.reserve(1)
+        index = files.next_index(num_kept=2)
+        files.reserve(1, only=index)
+        files.void(index)
+        assert [slot.step for slot in files.slots()][:2] == [number for number in (step - 1, step - 2) if number > 0]
+        files.publish(index, step=step, generation=1, world_size=2, num_bytes=1)
+
+
+def test_what_was_saved_after_the_state_gone_back_to_is_void(files: SnapshotFiles) -> None:
+    write(files, b"a", step=5)
+    write(files, b"b", step=6)
+    files.void_newer(generation=1, step=5)
+    write(files, b"c", step=6, generation=2)
+    assert [(slot.generation, slot.step) for slot in files.slots()] == [(2, 6), (1, 5)]
 
 
 @given(sizes=st.lists(st.integers(1, 20000), min_size=1, max_size=8))

@@ -180,7 +180,7 @@ class Agent:
             address=own_host,
             free_port=free_port(self._settings.node_host),
             workers=tuple(worker.worker for worker in self._workers.values()),
-            snapshots=snapshots_in(self._node, is_verified=False),
+            snapshots=snapshots_in(self._node),
             courier_port=self._courier.held.courier_port,
             copies=CopyStore(self._node).held(),
             link_port=self._link_port,
@@ -391,7 +391,7 @@ class Agent:
                 if is_urgent or is_due or is_news(self._told_ranks, ranks):
                     last_status_s, self._told_ranks, self._told_on = now_s, ranks, self._connection
                     fill_reserve(self._node.root)
-                    status = wire.Status(ranks=ranks, snapshots=snapshots_in(self._node, is_verified=False))
+                    status = wire.Status(ranks=ranks, snapshots=snapshots_in(self._node))
                     self._tell(status, is_kept=False)
             await asyncio.sleep(_TICK_S)
 
@@ -516,7 +516,7 @@ class Agent:
         self._tell(
             wire.Killed(
                 generation=order.generation,
-                snapshots=snapshots_in(self._node, is_verified=False),
+                snapshots=snapshots_in(self._node),
                 free_port=free_port(self._settings.node_host),
                 undead=tuple(worker.rank for worker in alive),
                 undead_states=tuple("?" if reading is None else reading.state for reading in states),
@@ -583,11 +583,8 @@ class Agent:
         return self._clock.monotonic_ns()
 
 
-def snapshots_in(node: NodeDirectory, *, is_verified: bool) -> tuple[wire.SnapshotStatus, ...]:
-    """All valid memory checkpoints of a node, those of ranks that run elsewhere by now included.
-
-    `is_verified`: every byte was read, and only those whose checksum agrees are returned.
-    """
+def snapshots_in(node: NodeDirectory) -> tuple[wire.SnapshotStatus, ...]:
+    """All complete memory checkpoints of a node, those of ranks that run elsewhere by now included."""
     found: list[wire.SnapshotStatus] = []
     for page in sorted(node.root.glob("rank-*.commit")):
         number = page.name.removeprefix("rank-").removesuffix(".commit")
@@ -596,7 +593,7 @@ def snapshots_in(node: NodeDirectory, *, is_verified: bool) -> tuple[wire.Snapsh
         rank = int(number)
         files = SnapshotFiles(node.snapshot(rank))
         for slot in files.slots():
-            if not files.is_there(slot) or (is_verified and not files.is_whole(slot)):
+            if not files.is_there(slot):
                 continue
             found.append(
                 wire.SnapshotStatus(
@@ -605,7 +602,6 @@ def snapshots_in(node: NodeDirectory, *, is_verified: bool) -> tuple[wire.Snapsh
                     generation=slot.generation,
                     world_size=slot.world_size,
                     num_bytes=slot.num_bytes,
-                    is_verified=is_verified,
                 )
             )
     return tuple(found)

@@ -148,6 +148,7 @@ class Job:
         self._ledger: _Ledger | None = None
         self._is_ledger_warned = False
         self._is_memory_warned = False
+        self._saved_step = 0
         self._submitted_step = 0
         self._refused_step = 0
         self._loaded_step = 0
@@ -401,8 +402,22 @@ class Job:
             )
         elif not self._has_room:
             self._make_room()
+        elif self._saves_after(self._step + 1):
+            self._wait_for_copy()
         if wants_stop:
             self._leave_resumable()
+
+    def _saves_after(self, step: int) -> bool:
+        assert self._page is not None
+        return self._save_times.is_due(step) or 0 < self._page.stop_at_step <= step
+
+    def _wait_for_copy(self) -> None:
+        """One step before a save the one before must be whole, on every rank: nobody comes to that save before all have
+        done this step. So a rank that writes over its older snapshot knows that all have the newer one."""
+        assert self._copier is not None
+        began_ns = time.monotonic_ns()
+        self._copier.wait()
+        self._stall_ns += time.monotonic_ns() - began_ns
 
     def _save_if_good(self, *, is_memory_due: bool, is_due: bool, is_last: bool) -> None:
         """`is_due`: durably, unless the one before is not finished everywhere. At the last step that is waited for."""
@@ -455,8 +470,11 @@ class Job:
                 generation=self._place.generation,
                 world_size=self._place.world_size,
                 on_done=lambda done: self._copied(done, step=step, stall_s=stall_s, is_durable=is_durable),
+                # a slower rank may still be copying the state of the step before, and have none but the one before that
+                num_kept=2 if self._saved_step == step - 1 else 1,
             )
         )
+        self._saved_step = step
         if self._is_blocking or not capture.is_overlapped:
             self._copier.fence()
         now_ns = time.monotonic_ns()
@@ -587,6 +605,7 @@ class Job:
             self._save_before_change(adopted)
         self._is_fresh = False
         # a state that was loaded from a durable checkpoint has one already; of another generation's none is known
+        self._saved_step = 0
         self._submitted_step = 0
         self._loaded_step = self._step if place.restore_source == "durable" else 0
         self._resumed_step = self._step
@@ -651,6 +670,8 @@ class Job:
         is_fresh = self._is_fresh and files is self._files
         is_adopted = is_fresh and slot.num_bytes >= _ADOPT_BYTES and not torch.cuda.is_available()
         buffer = _verified(files, slot, is_adopted=is_adopted)
+        assert self._files is not None
+        self._files.void_newer(generation=slot.generation, step=slot.step)
         return (slot if is_adopted else None), tree_in_place(buffer, self._parts, is_adopted=is_adopted)
 
     def _slot_to_restore(self, place: WorkerPlace) -> tuple[SnapshotFiles, Slot]:

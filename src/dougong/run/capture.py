@@ -109,6 +109,7 @@ def write_snapshot(
     capture = Capture(tree, fenced=frozenset(), sharding=sharding)
     files.reserve(capture.num_bytes)
     index = files.next_index()
+    files.reserve(capture.num_bytes, only=index)
     files.void(index)
     capture.write(files.buffer(index))
     files.publish(index, step=step, generation=generation, world_size=world_size, num_bytes=capture.num_bytes)

@@ -6,16 +6,15 @@ import contextlib
 import errno
 import os
 import random
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from dougong.backend.local.command import command
 from dougong.run.chaos_workers import Reach, Undo
 from dougong.run.manifest import list_stored
 
 _TEAR_POLL_S = 0.001
-_MOUNT_S = 10.0
 _LARGEST_FILL_BYTES = 4 * 2**30
 _FILL_NAME = ".dougong-chaos-fill"
 
@@ -68,9 +67,9 @@ class StorageFaults:
         directory = str(self._directory())
         if os.geteuid() != 0:
             raise PermissionError(errno.EPERM, "only root can make a directory read-only")
-        _mount("mount", "--bind", directory, directory)
+        command("mount", "--bind", directory, directory)
         try:
-            _mount("mount", "-o", "remount,bind,ro", directory)
+            command("mount", "-o", "remount,bind,ro", directory)
         except OSError:
             _unmount(directory)
             raise
@@ -118,12 +117,4 @@ def _take(fd: int, free_bytes: int, *, block_bytes: int) -> int:
 def _unmount(directory: str) -> None:
     """Lazily: who reads there now may finish."""
     with contextlib.suppress(OSError):
-        _mount("umount", "--lazy", directory)
-
-
-def _mount(*command: str) -> None:
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_MOUNT_S, check=False, stdin=subprocess.DEVNULL
-    )
-    if done.returncode != 0:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+        command("umount", "--lazy", directory)

@@ -454,7 +454,8 @@ class Controller:
 
     def _see_to_preflight(self, view: rules.JobView) -> None:
         """Before a start all wait for it; a node that is free is tested while the others train."""
-        if self._status not in ("preflight", "running"):
+        is_idle = not self._fitness.is_testing and not self._fitness.untested
+        if self._status not in ("preflight", "running") or (self._status == "running" and is_idle):
             return
         idle = [component for component in self._free_spares() if component in self._fitness.untested]
         if self._status == "running" and idle and not self._fitness.is_testing:
@@ -506,7 +507,7 @@ class Controller:
             case wire.Killed():
                 node.is_cleared = node.is_cleared or not message.undead
                 if message.generation >= self._generation:
-                    node.verified = message.snapshots
+                    node.snapshots = message.snapshots
                     node.copies = message.copies
                     node.free_port = message.free_port
                     node.note_undead(message)
@@ -890,7 +891,7 @@ class Controller:
         snapshots = [
             snapshot
             for placed in placement
-            for snapshot in self._nodes[placed.component].verified
+            for snapshot in self._nodes[placed.component].snapshots
             if snapshot.rank == placed.rank and self._vigil.trusts(snapshot.generation, snapshot.step)
         ]
         choose = partial(

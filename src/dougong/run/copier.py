@@ -30,6 +30,8 @@ class CopyJob(msgspec.Struct, kw_only=True):
     generation: int
     world_size: int
     on_done: Callable[[Done], None]
+    num_kept: int = 1
+    """So many of the newest snapshots are not written over, if there is room."""
     replaces: int | None = None
 
 
@@ -119,7 +121,7 @@ class Copier:
 
     def _copy(self, job: CopyJob) -> Done:
         files, capture = self._files, job.capture
-        index = files.next_index()
+        index = files.next_index(num_kept=job.num_kept)
         files.reserve(capture.num_bytes, only=index)
         files.touch(only=index)
         files.void(index)

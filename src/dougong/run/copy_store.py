@@ -274,7 +274,6 @@ def status_of(slot: Slot, *, rank: int) -> SnapshotStatus:
         generation=slot.generation,
         world_size=slot.world_size,
         num_bytes=slot.num_bytes,
-        is_verified=True,
     )
 
 

@@ -110,9 +110,12 @@ class Links:
         """What a round that is over has shown; while something is cut, the next round is begun."""
         if self._asked and not self.is_asking(now_s=now_s):
             return self._conclude()
-        if self._cut and not self._asked and now_s - self._asked_s > _AGAIN_S:
+        if not self._asked and now_s - self._asked_s > _AGAIN_S and any(map(self._can_try, self._cut)):
             self.ask(now_s=now_s)
         return ()
+
+    def _can_try(self, pair: Pair) -> bool:
+        return all(self._nodes[name].connection is not None for name in pair)
 
     def _conclude(self) -> tuple[AnyEvent, ...]:
         tried = {_pair(name, other) for name, others in self._asked.items() for other in others}

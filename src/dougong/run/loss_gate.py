@@ -10,9 +10,10 @@ import math
 import statistics
 from collections import deque
 
+from dougong.run.spread import robust_spread
+
 _WINDOW = 128
 _FEW = 16
-_MAD_TO_SIGMA = 1.4826
 _LEAST_SPREAD_RATIO = 0.01
 
 
@@ -63,6 +64,4 @@ class LossGate:
 def spike_z(loss: float, usual: tuple[float, ...]) -> float:
     """How far a loss lies above the usual ones, in robust standard deviations."""
     median = statistics.median(usual)
-    mad = statistics.median(abs(value - median) for value in usual)
-    spread = max(_MAD_TO_SIGMA * mad, _LEAST_SPREAD_RATIO * abs(median), 1e-12)
-    return (loss - median) / spread
+    return (loss - median) / max(robust_spread(usual, least_ratio=_LEAST_SPREAD_RATIO), 1e-12)

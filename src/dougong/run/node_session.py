@@ -34,7 +34,7 @@ class NodeSession:
         self.link_port = 0
         self.status: wire.Status | None = None
         self.status_s = 0.0
-        self.verified: tuple[wire.SnapshotStatus, ...] = ()
+        self.snapshots: tuple[wire.SnapshotStatus, ...] = ()
         self.courier_port = 0
         self.copies: tuple[wire.CopyStatus, ...] = ()
         self.undead = ""
@@ -49,7 +49,7 @@ class NodeSession:
         self.free_port = hello.free_port
         self.link_port = hello.link_port
         self.status = None
-        self.verified = hello.snapshots
+        self.snapshots = hello.snapshots
         self.courier_port = hello.courier_port
         self.copies = hello.copies
         self.undead = ""

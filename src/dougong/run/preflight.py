@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from dougong.event.kinds import AnyEvent, LinkSuspected, NodeFigures, PreflightDone
+from dougong.run.spread import robust_spread
 from dougong.run.wire import Preflight, Preflighted
 
 EXPECTED_DIGEST = "f16b26e210bf79adf64c82f7dbbf0c95"
@@ -22,7 +23,6 @@ _SLOW_RATIO = 0.7
 _SLOW_LINK_RATIO = 0.3
 _FAR_Z = 3.5
 _LEAST_SPREAD_RATIO = 0.02
-_MAD_TO_SIGMA = 1.4826
 _FIRST_S = 90.0
 _STAGE_S = 20.0
 _GRACE_S = 5.0
@@ -257,17 +257,10 @@ def _why_slow(component: str, rates: Mapping[str, float]) -> str:
         other = max(rates.values())
         return f"slow: {rate / other:.0%} of the other node's rate" if rate < _SLOW_RATIO * other else ""
     usual = statistics.median(rates.values())
-    z = (usual - rate) / _spread(tuple(rates.values()))
+    z = (usual - rate) / robust_spread(rates.values(), least_ratio=_LEAST_SPREAD_RATIO)
     if rate >= _SLOW_RATIO * usual or z <= _FAR_Z:
         return ""
     return f"slow: {rate / usual:.0%} of the median of {len(rates)} nodes (robust z {z:.1f})"
-
-
-def _spread(values: Sequence[float]) -> float:
-    """The robust standard deviation, never below 2 % of the median: equal nodes differ by that much."""
-    usual = statistics.median(values)
-    mad = statistics.median(abs(value - usual) for value in values)
-    return max(_MAD_TO_SIGMA * mad, _LEAST_SPREAD_RATIO * usual)
 
 
 def _failed_pairs(pairs: Sequence[PairResult]) -> list[PairResult]:

@@ -324,7 +324,7 @@ class _Node:
             self._tell(wire.Received(letter=letter))
 
     def _killed(self, generation: int) -> None:
-        snapshots = self._snapshots(is_verified=True)
+        snapshots = self._snapshots()
         self._ranks.clear()
         self._tell(wire.Killed(generation=generation, snapshots=snapshots, free_port=1))
 
@@ -341,13 +341,13 @@ class _Node:
 
     def _status(self) -> wire.Status:
         self._told = self._statuses()
-        return wire.Status(ranks=self._told, snapshots=self._snapshots(is_verified=False))
+        return wire.Status(ranks=self._told, snapshots=self._snapshots())
 
     def _statuses(self) -> tuple[wire.RankStatus, ...]:
         is_training = self.fleet.is_training
         return tuple(rank.status(is_training=is_training) for rank in self._ranks.values())
 
-    def _snapshots(self, *, is_verified: bool) -> tuple[wire.SnapshotStatus, ...]:
+    def _snapshots(self) -> tuple[wire.SnapshotStatus, ...]:
         return tuple(
             wire.SnapshotStatus(
                 rank=rank,
@@ -355,7 +355,6 @@ class _Node:
                 generation=generation,
                 world_size=self.fleet.settings.world_size,
                 num_bytes=10**9,
-                is_verified=is_verified,
             )
             for rank, saved in self.saved.items()
             for generation, step in saved

@@ -5,7 +5,8 @@ and valid, with its checksum, after; the other one stays valid meanwhile. So a w
 newest or the one before.
 
 A worker that starts again may *adopt* the buffer it is restored from: its tensors then live there, without a copy, and
-a third buffer takes its place among the two.
+another buffer takes its place among the two. While one is being persisted, or where every step is saved, one more is
+used if there is room: else the rank could write over the only state that a slower rank has, too (`next_index`).
 
 This module knows bytes only. What they mean is in `dougong.run.state`.
 """
@@ -30,7 +31,7 @@ _SLOT = struct.Struct("<QQQQ16s")  # step, generation, world_size, bytes, xxh3-1
 _SLOT_BYTES = 256
 _CRC = struct.Struct("<I")
 _ALIGN_BYTES = 4096
-_INDICES = (0, 1, 2)
+_INDICES = (0, 1, 2, 3, 4)
 _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 8 * 2**20
 _DIGEST_BYTES = 2**20
@@ -59,7 +60,7 @@ class SnapshotFiles:
         self._private_fds: dict[int, int] = {}
 
     def reserve(self, num_bytes: int, *, only: int | None = None) -> None:
-        """Have both buffers (or only one) hold `num_bytes`, with the memory really there. Raises OSError if it is not.
+        """Have two buffers (or only one) hold `num_bytes`, with the memory really there. Raises OSError if it is not.
 
         Fallocate first: writing into a hole of a full tmpfs would kill the process with SIGBUS. Where shared memory is
         full the buffer is this process's own, found at its path as long as the process lives: enough to be persisted
@@ -92,11 +93,34 @@ class SnapshotFiles:
         """Keep a buffer from being written over while it is being persisted."""
         self._pinned = index
 
-    def next_index(self) -> int:
-        """The buffer to write next: not the pinned one, else the older; one that has memory already, if there is."""
-        newest = [slot.index for slot in self.slots()[:1]] if self._pinned is None else [self._pinned]
-        free = [index for index in self._rotation() if index not in newest]
-        return min(free, key=lambda index: (not self.path(index).exists(), index))
+    def next_index(self, *, num_kept: int = 1) -> int:
+        """The buffer to write next: neither the pinned one nor one of the `num_kept` newest, if there is room for that.
+
+        Without room only the pinned one is spared, or the newest.
+        """
+        by_age = [slot.index for slot in reversed(self.slots())]
+        spared = {self._adopted, self._pinned, *[index for index in by_age if index != self._adopted][-num_kept:]}
+        free = [index for index in _INDICES if index not in spared]
+        there = [index for index in free if self.path(index).exists()]
+        if there:
+            return min(there, key=lambda index: by_age.index(index) if index in by_age else -1)  # void ones first
+        if self._may_grow():
+            return free[0]
+        spare = [self._pinned] if self._pinned is not None else by_age[-1:]
+        return min(
+            (index for index in self._rotation() if index not in spare),
+            key=lambda index: (not self.path(index).exists(), index),
+        )
+
+    def _may_grow(self) -> bool:
+        """Is there room for one more buffer? The first two are made in any case."""
+        sizes = [path.stat().st_size for index in _INDICES if (path := self.path(index)).exists()]
+        if len(sizes) < len(self._rotation()):
+            return True
+        try:
+            return not self.is_private and leaves_room(self._prefix.parent, max(sizes))
+        except OSError:
+            return False
 
     def adopt(self, slot: Slot) -> memoryview:
         """The verified bytes of a snapshot, from now on this process's own to change. Raises CheckpointDamaged.
@@ -155,6 +179,12 @@ class SnapshotFiles:
             return ()
         found = [slot for index in _INDICES if (slot := _parse(content, index)) is not None]
         return tuple(sorted(found, key=lambda slot: (slot.generation, slot.step), reverse=True))
+
+    def void_newer(self, *, generation: int, step: int) -> None:
+        """After going back to a state: what was saved after it is not wanted, and must not pass for the newest."""
+        for slot in self.slots():
+            if (slot.generation, slot.step) > (generation, step):
+                self.void(slot.index)
 
     def is_there(self, slot: Slot) -> bool:
         """Is there such a buffer at all? A private one goes with its process."""

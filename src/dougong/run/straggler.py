@@ -18,10 +18,10 @@ import msgspec
 
 from dougong.run.page import StepRecord
 from dougong.run.settings import Policy
+from dougong.run.spread import robust_spread
 
 _LEAST_EXCESS_S = 0.01
 _LEAST_SPREAD_RATIO = 0.02
-_MAD_TO_SIGMA = 1.4826
 _OVER_RATIO = 0.25
 
 
@@ -121,8 +121,7 @@ def behind(times_s: Mapping[int, float], *, own_s: Mapping[int, float], policy: 
     if len(times_s) == 2:
         return _behind_of_two(times_s, own_s=own_s, policy=policy)
     usual_s = statistics.median(times_s.values())
-    mad_s = statistics.median(abs(time_s - usual_s) for time_s in times_s.values())
-    spread_s = max(_MAD_TO_SIGMA * mad_s, _LEAST_SPREAD_RATIO * usual_s, 1e-9)
+    spread_s = max(robust_spread(times_s.values(), least_ratio=_LEAST_SPREAD_RATIO), 1e-9)
     found: dict[int, _Behind] = {}
     for rank, time_s in times_s.items():
         z = (time_s - usual_s) / spread_s

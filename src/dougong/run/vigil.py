@@ -13,7 +13,7 @@ import msgspec
 
 from dougong.event.kinds import AnyEvent, Placed, StragglerNamed
 from dougong.run.bad_loss import BadLossDesk
-from dougong.run.corruption import Distrust, FingerprintDesk, Suspicion, is_trusted
+from dougong.run.corruption import FingerprintDesk, Suspicion, is_trusted
 from dougong.run.decide import Loss
 from dougong.run.history import JobHistory
 from dougong.run.letters import Fingerprinted, LossFoundBad, SaveRefused
@@ -60,10 +60,6 @@ class Vigil:
         self._stragglers.begin_generation(world_size=len(placement))
         self._prints.begin_generation(world_size=len(placement))
         self._waiting = None
-
-    @property
-    def distrusts(self) -> tuple[Distrust, ...]:
-        return self._prints.distrusts
 
     def trusts(self, generation: int, step: int) -> bool:
         """May a checkpoint of this generation and step be restored?"""

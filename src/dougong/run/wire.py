@@ -50,14 +50,13 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A memory checkpoint of one rank. `is_verified`: its checksum was computed again and agrees."""
+    """A memory checkpoint of one rank, complete by its commit page; its bytes are compared when they are read."""
 
     rank: int
     step: int
     generation: int
     world_size: int
     num_bytes: int
-    is_verified: bool = False
 
 
 class CopyStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -166,8 +166,8 @@ def _is_agent(pid: int) -> bool:
 
 
 def _is_worker(pid: int) -> bool:
-    """Or the zygote, of which every worker is a fork, or the courier."""
-    return _runs_module(pid, b"dougong.run.zygote") or _runs_module(pid, b"dougong.run.courier")
+    """Or the zygote, of which every worker is a fork, or what copies and writes checkpoints beside it."""
+    return any(_runs_module(pid, b"dougong.run." + name) for name in (b"zygote", b"courier", b"writer"))
 
 
 def _runs_module(pid: int, module: bytes) -> bool:
