@@ -121,6 +121,15 @@ def test_nothing_is_learnt_before_a_step() -> None:
     assert started().learnt() == StepTimes(is_first_step=True)
 
 
+def test_slow_steps_at_the_start_do_not_hide_how_fast_the_job_may_be() -> None:
+    """By it a stop is announced: too few steps ahead, and a rank is past them before it hears of it."""
+    progress = started(world_size=1)
+    assert progress.fast_step_s == 1.0
+    progress.add(0, (record(1, step_s=5.0), record(2, step_s=4.0), *records(100, 150)))
+    assert progress.learnt().p99_s == pytest.approx(4.0, abs=1.1)
+    assert progress.fast_step_s == pytest.approx(0.1)
+
+
 def test_step_times_and_the_longest_gap_are_learnt() -> None:
     progress = started(world_size=1)
     progress.add(0, (*records(1, 200), record(220)))

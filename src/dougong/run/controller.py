@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Coroutine, Iterable
@@ -50,6 +51,7 @@ from dougong.telemetry.samples import SampleSink
 _MAX_DECISIONS = 8
 _STACKS_S = 3.0
 _STOP_S = 90.0
+_STOP_NOTICE_S = 0.5
 _SIGTERM_GRACE_S = 10.0
 _LAUNCH_S = 120.0
 _DISMISS_S = 8.0
@@ -249,7 +251,7 @@ class Controller:
             placement=self._placement,
             is_running=self._status == "running" and not self._losses,
             is_attached=self._is_attached,
-            step_s=self._progress.learnt().p99_s or 1.0,
+            step_s=self._progress.fast_step_s,
         )
 
     async def _apply(self, decision: rules.Decision) -> None:
@@ -1008,8 +1010,7 @@ class Controller:
 
     def _ask_ranks_to_leave(self) -> None:
         """After a step that is far enough ahead for all of them to hear of it in time."""
-        step_s = self._progress.learnt().p99_s or 1.0
-        stop_at = max(1, self._highest_step()) + 1 + int(0.5 / max(step_s, 1e-3))
+        stop_at = max(1, self._highest_step()) + 1 + math.ceil(_STOP_NOTICE_S / max(self._progress.fast_step_s, 1e-3))
         self._broadcast(wire.StopAt(step=stop_at))
 
     def _highest_step(self) -> int:
