@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 from dougong.run.capture import Capture, fenced_storages  # noqa: E402
 from dougong.run.copier import Copier, CopyJob, Done  # noqa: E402
 from dougong.run.put_in import move_out, tree_in_place  # noqa: E402
-from dougong.run.snapshot import SnapshotFiles  # noqa: E402
+from dougong.run.snapshot import Slot, SnapshotFiles  # noqa: E402
 from dougong.run.state import Progress, gather, put_back  # noqa: E402
 
 
@@ -42,10 +42,10 @@ def capture_of(model: Any, optimizer: Any) -> Capture:
     return Capture(tree_of(model, optimizer), fenced=fenced_storages({"model": model, "optimizer": optimizer}))
 
 
-def copy(files: SnapshotFiles, capture: Capture, *, step: int = 1, replaces: int | None = None) -> Done:
+def copy(files: SnapshotFiles, capture: Capture, *, step: int = 1, lived_in: Slot | None = None) -> Done:
     copier, found = Copier(files), list[Done]()
     copier.begin(
-        CopyJob(capture=capture, step=step, generation=1, world_size=1, on_done=found.append, replaces=replaces)
+        CopyJob(capture=capture, step=step, generation=1, world_size=1, on_done=found.append, lived_in=lived_in)
     )
     copier.wait()
     return found[0]
@@ -166,7 +166,7 @@ def test_a_new_process_lives_in_the_snapshot_and_another_buffer_takes_its_place(
     assert not first <= newer[0][1].running_mean.data_ptr() < last, "the next forward pass changes it unfenced"
 
     again = Capture(tree_of(newer[0], fresh), fenced=fenced_storages(parts))
-    done = copy(files, again, replaces=slot.index)
+    done = copy(files, again, lived_in=slot)
     assert done.slot is not None and done.slot.index != slot.index
     train(newer[0], fresh)
     assert [found.index for found in SnapshotFiles(prefix).slots()] == [done.slot.index]

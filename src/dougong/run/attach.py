@@ -697,7 +697,7 @@ class Job:
             generation=slot.generation,
             world_size=slot.world_size,
             on_done=self._saved_before_change,
-            replaces=slot.index,
+            lived_in=slot,
         )
         self._copier.begin(job)
 

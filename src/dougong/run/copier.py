@@ -23,7 +23,11 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CopyJob(msgspec.Struct, kw_only=True):
-    """What to copy and under which name. `replaces`: this buffer is void once the copy is published."""
+    """What to copy and under which name.
+
+    `lived_in`: the tensors of the capture live in this snapshot, and nothing has changed since; so its bytes are copied
+    as they are, checksum included, and it is void once the copy is published.
+    """
 
     capture: Capture
     step: int
@@ -32,7 +36,7 @@ class CopyJob(msgspec.Struct, kw_only=True):
     on_done: Callable[[Done], None]
     num_kept: int = 1
     """So many of the newest snapshots are not written over, if there is room."""
-    replaces: int | None = None
+    lived_in: Slot | None = None
 
 
 class Copier:
@@ -103,8 +107,8 @@ class Copier:
     def _let_go(self, job: CopyJob, done: Done) -> None:
         """Whatever fails here, nobody waits for this copy any more."""
         try:
-            if done.slot is None and job.replaces is not None:
-                self._files.void(job.replaces)  # it is about to be trained in
+            if done.slot is None and job.lived_in is not None:
+                self._files.void(job.lived_in.index)  # it is about to be trained in
         finally:
             self._may_change.set()
             try:
@@ -122,18 +126,27 @@ class Copier:
     def _copy(self, job: CopyJob) -> Done:
         files, capture = self._files, job.capture
         index = files.next_index(num_kept=job.num_kept)
-        files.reserve(capture.num_bytes, only=index)
+        num_bytes = capture.num_bytes if job.lived_in is None else job.lived_in.num_bytes
+        files.reserve(num_bytes, only=index)
         files.touch(only=index)
         files.void(index)
-        capture.write(files.buffer(index))
+        if job.lived_in is None:
+            capture.write(files.buffer(index))
+        else:
+            files.copy(job.lived_in, index)
         changed = capture.changed_meanwhile()
         if changed:
             return Done(slot=None, reason=f"{changed} was changed while it was copied", is_changed=True)
-        if job.replaces is None:
+        if job.lived_in is None:
             self._may_change.set()
         slot = files.publish(
-            index, step=job.step, generation=job.generation, world_size=job.world_size, num_bytes=capture.num_bytes
+            index,
+            step=job.step,
+            generation=job.generation,
+            world_size=job.world_size,
+            num_bytes=num_bytes,
+            digest=None if job.lived_in is None else job.lived_in.digest,
         )
-        if job.replaces is not None:
-            files.void(job.replaces)
+        if job.lived_in is not None:
+            files.void(job.lived_in.index)
         return Done(slot=slot)

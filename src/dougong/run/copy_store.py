@@ -17,6 +17,7 @@ import msgspec
 import xxhash
 
 from dougong.errors import CheckpointDamaged
+from dougong.run.host_memory import leaves_memory
 from dougong.run.layout import NodeDirectory
 from dougong.run.snapshot import Slot, SnapshotFiles
 from dougong.run.wire import CopyStatus, SnapshotStatus
@@ -302,5 +303,6 @@ def _leave_memory_for_others(prefix: Path, num_bytes: int) -> None:
     missing = sum(max(0, num_bytes - size) for size in (*there, 0, 0)[: len(_INDICES)])
     room = os.statvfs(prefix.parent)
     left = room.f_bavail * room.f_frsize - missing
-    if missing and left < _SPARE_MEMORY_RATIO * room.f_blocks * room.f_frsize:
+    is_room = left >= _SPARE_MEMORY_RATIO * room.f_blocks * room.f_frsize
+    if missing and not (is_room and leaves_memory(missing)):
         raise OSError(errno.ENOSPC, "no shared memory to spare for copies of checkpoints")

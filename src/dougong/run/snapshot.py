@@ -25,6 +25,7 @@ import msgspec
 import xxhash
 
 from dougong.errors import CheckpointDamaged
+from dougong.run.host_memory import leaves_memory
 from dougong.run.reserve import leaves_room, with_reserve
 
 _SLOT = struct.Struct("<QQQQ16s")  # step, generation, world_size, bytes, xxh3-128
@@ -99,7 +100,7 @@ class SnapshotFiles:
         Without room only the pinned one is spared, or the newest.
         """
         by_age = [slot.index for slot in reversed(self.slots())]
-        spared = {self._adopted, self._pinned, *[index for index in by_age if index != self._adopted][-num_kept:]}
+        spared = {self._adopted, self._pinned, *by_age[-num_kept:]}
         free = [index for index in _INDICES if index not in spared]
         there = [index for index in free if self.path(index).exists()]
         if there:
@@ -118,7 +119,8 @@ class SnapshotFiles:
         if len(sizes) < len(self._rotation()):
             return True
         try:
-            return not self.is_private and leaves_room(self._prefix.parent, max(sizes))
+            room = not self.is_private and leaves_room(self._prefix.parent, max(sizes))
+            return room and leaves_memory(max(sizes))
         except OSError:
             return False
 
@@ -147,6 +149,12 @@ class SnapshotFiles:
 
     def buffer(self, index: int) -> memoryview:
         return memoryview(self._buffers[index])
+
+    def copy(self, slot: Slot, index: int) -> None:
+        """Copy a snapshot's bytes into the buffer `index`, while other threads run."""
+        source = ctypes.c_char.from_buffer(self._mapped(slot))
+        target = ctypes.c_char.from_buffer(self._buffers[index])
+        ctypes.memmove(ctypes.addressof(target), ctypes.addressof(source), slot.num_bytes)
 
     def void(self, index: int) -> None:
         """Declare a buffer not whole, before it is written."""
