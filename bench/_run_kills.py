@@ -1,7 +1,8 @@
-"""From the SIGKILL or SIGSTOP of one rank, or the loss of its node, to the first new step on every rank.
+"""From the SIGKILL or SIGSTOP of one rank, or the loss of its node, to the next step on every rank.
 
-The kill falls half a step after the last save was complete; in a script of ours, which is saved in memory after every
-step, half a step after a step. A new step is one that had not been finished by all ranks before.
+The kill falls half a step after the last save was complete: with us, after a memory checkpoint was whole on every rank,
+of which one is made every 5 steps, as by default. Steps that were finished since that save are done again; what counts
+is the first step that every rank finishes after its restart, and that of the first new one is told beside it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from _run_systems import (
 )
 
 from dougong.event.kinds import FaultInjected, GenerationStarted, StateRestored, WorkerLost
+from dougong.run.layout import RunDirectory, node_directory
+from dougong.run.settings import load_settings
+from dougong.run.snapshot import SnapshotFiles
 
 START_LIMIT_S = 90.0
 BACK_LIMIT_S = 60.0
@@ -90,9 +94,8 @@ def measure(
     """One start and `kills` kills (or stops), on alternating ranks. Raises RuntimeError if it does not even start."""
     load_average = load_1_min()
     arguments = {"state_mb": state_mb if is_full else SMALL_MB, "compute_s": COMPUTE_S, "quiet_steps": 3}
-    options = ("--memory-every", "1") if system is OURS else ()
     done: list[tuple[int, int, int]] = []
-    with launched(system, options_of(arguments), directory=directory, options=options) as launch:
+    with launched(system, options_of(arguments), directory=directory) as launch:
         since_ns = 0
         for number in range(kills):
             victim = number % NUM_RANKS
@@ -114,7 +117,7 @@ def measure_node_loss(*, losses: int, state_mb: float, directory: Path) -> KillF
     directory.mkdir(parents=True, exist_ok=True)
     steps = [NODE_EVERY_STEPS * (number + 1) for number in range(losses)]
     chaos.write_text(yaml.safe_dump({"seed": 1, "faults": [{"kind": "kill-node", "at_step": step} for step in steps]}))
-    shape = ("--nodes", str(NUM_RANKS), "--procs-per-node", "1", "--spares", str(losses), *OFTEN_COPIED)
+    shape = ("--nodes", str(NUM_RANKS), "--procs-per-node", "1", "--spares", str(losses), *OFTEN_COPIED[2:])
     system = msgspec.structs.replace(OURS, launcher=OURS.launcher[: OURS.launcher.index("--standalone")])
     arguments = options_of({"state_mb": state_mb, "compute_s": COMPUTE_S, "steps": NODE_EVERY_STEPS * (losses + 1)})
     options = (*shape, "--chaos", str(chaos), "--run-dir", str(directory / "run"))
@@ -135,16 +138,31 @@ def _rank_lost(launch: Launch, injected_ns: int) -> int:
 
 
 def _wait_until_saved(launch: Launch, *, victim: int, since_ns: int) -> int:
-    """The victim's process, once every rank has a complete save or, with us, some steps since `since_ns`."""
+    """The victim's process, once every rank has a complete save of a step that was finished since `since_ns`."""
     deadline_s = time.monotonic() + START_LIMIT_S
     kind, wanted = ("step", STEPS_BEFORE) if launch.system is OURS else ("save", 1)
     while time.monotonic() < deadline_s and launch.process.poll() is None:
         records = [record for record in records_of(launch.directory) if record.ns > since_ns and record.kind == kind]
         by_rank = [[record for record in records if record.rank == rank] for rank in range(NUM_RANKS)]
-        if all(len(own) >= wanted for own in by_rank) and len({own[-1].step for own in by_rank}) == 1:
+        is_there = all(len(own) >= wanted for own in by_rank)
+        if launch.system is OURS:
+            steps = [own[-wanted].step for own in by_rank if len(own) >= wanted]
+            is_there = is_there and _saved_in_memory(launch) >= max(steps)
+        else:
+            is_there = is_there and len({own[-1].step for own in by_rank}) == 1
+        if is_there:
             return by_rank[victim][-1].pid
         time.sleep(0.005)
     raise RuntimeError(f"{launch.system.name} did not come to a save\n{launch.log[-2000:]}")
+
+
+def _saved_in_memory(launch: Launch) -> int:
+    """The newest step of which every rank has a whole memory checkpoint; 0 = there is none."""
+    run = RunDirectory(launch.run_dir)
+    settings = load_settings(run)
+    node = node_directory(settings.run_id, settings.nodes[0], memory_root=Path(settings.memory_root))
+    held = [{slot.step for slot in SnapshotFiles(node.snapshot(rank)).slots()} for rank in range(NUM_RANKS)]
+    return max(set.intersection(*held), default=0)
 
 
 def _wait_until_back(launch: Launch, *, victim: int, killed_ns: int, limit_s: float) -> int:

@@ -89,10 +89,10 @@ def without_step_s(figures: Sequence[KillFigures], system: str, *, is_full: bool
     """Each recovery less one undisturbed step of its own start: what the system itself took."""
     chosen = [figure for figure in figures if figure.system == system and figure.is_full == is_full]
     return [
-        recovery.new_step_s - figure.step_s
+        recovery.any_step_s - figure.step_s
         for figure in chosen
         for recovery in figure.recoveries
-        if recovery.new_step_s is not None
+        if recovery.any_step_s is not None
     ]
 
 
@@ -166,13 +166,12 @@ def _restore_rows(measured: Measured) -> list[Row]:
 
 
 def _kill_rows(kills: Sequence[KillFigures], *, is_full: bool) -> list[Row]:
-    ours = _new_steps_s(kills, "Dougong", is_full=is_full)
+    ours = _back_s(kills, "Dougong", is_full=is_full)
     if not ours and not recoveries_of(kills, "Dougong", is_full=is_full):
         return []
     state = "full state" if is_full else "small state"
     peers = {
-        name: tuple(_new_steps_s(kills, name, is_full=is_full))
-        for name in ("torchrun", "dlrover-run", "NVRx ft_launcher")
+        name: tuple(_back_s(kills, name, is_full=is_full)) for name in ("torchrun", "dlrover-run", "NVRx ft_launcher")
     }
     best, peer = _best("full" if is_full else "small", {name: times_s for name, times_s in peers.items() if times_s})
     limit_s, limit_ratio = (FULL_LIMIT_S, FULL_RATIO) if is_full else (SMALL_LIMIT_S, SMALL_RATIO)
@@ -182,9 +181,15 @@ def _kill_rows(kills: Sequence[KillFigures], *, is_full: bool) -> list[Row]:
         their_s, word = CITED["full" if is_full else "small"][1], ", cited"
     ratio = None if own_s is None else round(own_s / their_s, 4)
     return [
-        _row(f"kill -9 to first new step, {state}, s (best peer: {best})", median(ours), peer=peer, limit=limit_s),
+        _row(f"kill -9 to first step, {state}, s (best peer: {best})", median(ours), peer=peer, limit=limit_s),
         _row(
             f"the same without the step itself, {state}, share of torchrun's{word}", ratio, peer=1.0, limit=limit_ratio
+        ),
+        _row(
+            f"kill -9 to first step never finished before, {state}, s (peer: torchrun)",
+            median(_back_s(kills, "Dougong", is_full=is_full, is_new=True)),
+            peer=median(_back_s(kills, "torchrun", is_full=is_full, is_new=True)),
+            limit=None,
         ),
     ]
 
@@ -195,7 +200,7 @@ def _node_rows(measured: Measured) -> list[Row]:
     recoveries = recoveries_of(measured.node_losses, "Dougong", is_full=True)
     # the steps since the peer's copy was made are done again, as they would be since torchrun's last save
     from_peer = [item.any_step_s for item in recoveries if item.any_step_s is not None and item.source == "peer"]
-    torchrun = median(_new_steps_s(measured.kills, "torchrun", is_full=True))
+    torchrun = median(_back_s(measured.kills, "torchrun", is_full=True))
     word = "torchrun's restart from disk" if torchrun is not None else "torchrun's restart from disk, cited"
     their_s = torchrun if torchrun is not None else CITED["full"][1]
     ours = median(from_peer)
@@ -241,9 +246,11 @@ def _ettr_rows(measured: Measured) -> list[Row]:
     return rows
 
 
-def _new_steps_s(kills: Sequence[KillFigures], system: str, *, is_full: bool) -> list[float]:
+def _back_s(kills: Sequence[KillFigures], system: str, *, is_full: bool, is_new: bool = False) -> list[float]:
+    """To the first step on every rank after each kill; `is_new`: the first that was never finished before."""
     recoveries = recoveries_of(kills, system, is_full=is_full)
-    return [recovery.new_step_s for recovery in recoveries if recovery.new_step_s is not None]
+    times_s = [recovery.new_step_s if is_new else recovery.any_step_s for recovery in recoveries]
+    return [time_s for time_s in times_s if time_s is not None]
 
 
 def _best(what: str, by_name: dict[str, Any]) -> tuple[str, float]:

@@ -85,13 +85,13 @@ def test_without_a_peer_the_row_says_that_its_figure_is_cited() -> None:
 def test_a_recovery_that_never_came_back_misses_its_limit() -> None:
     measured = empty()
     measured.kills = [kills("Dougong", new_step_s=None), kills("torchrun", new_step_s=5.2)]
-    found = row(measured, "kill -9 to first new step, full")
+    found = row(measured, "kill -9 to first step, full")
     assert (found.ours, found.ok) == (None, False)
 
 
 def test_a_recovery_without_its_step_is_a_share_of_torchruns() -> None:
     measured = empty()
-    measured.kills = [kills("Dougong", new_step_s=0.7), kills("torchrun", new_step_s=5.2)]
+    measured.kills = [kills("Dougong", any_step_s=0.7), kills("torchrun", any_step_s=5.2)]
     assert row(measured, "the same without the step itself").ours == pytest.approx(0.1)
 
 

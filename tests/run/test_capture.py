@@ -97,7 +97,7 @@ class SlowCapture:
     def __init__(self) -> None:
         self.let_go = threading.Event()
 
-    def write(self, _buffer: memoryview) -> None:
+    def write(self, _buffer: memoryview, **_: Any) -> None:
         self.let_go.wait(30)
 
     def changed_meanwhile(self) -> str:
@@ -219,3 +219,32 @@ def test_state_that_could_not_be_moved_out_again_is_copied(tmp_path: Path) -> No
     move_out(parts, buffer)
     files.give_back()
     assert not any(first <= parameter.data_ptr() < last for parameter in model.parameters())
+
+
+def test_a_copy_that_nobody_wants_any_more_is_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dougong.run.capture as capture_module
+
+    model, optimizer = made()
+    files, found = SnapshotFiles(tmp_path / "rank-0"), list[Done]()
+    slot = copy(files, capture_of(model, optimizer)).slot
+    assert slot is not None
+    copier, begun, go_on = Copier(files), threading.Event(), threading.Event()
+    whole = capture_module.copy_in
+
+    def slowly(*arguments: Any, **rest: Any) -> None:
+        whole(*arguments, **rest)
+        begun.set()
+        go_on.wait()
+
+    monkeypatch.setattr(capture_module, "copy_in", slowly)
+    wanted = CopyJob(capture=capture_of(model, optimizer), step=2, generation=1, world_size=1, on_done=found.append)
+    copier.begin(wanted)
+    begun.wait()
+    threading.Timer(0.05, go_on.set).start()
+    copier.give_up()
+    (done,) = found
+    assert done.slot is None and done.is_given_up
+    assert files.slots() == (slot,), "the one before stays"
+    copier.begin(wanted)
+    copier.wait()
+    assert found[1].slot is not None, "the next one is wanted again"

@@ -363,7 +363,7 @@ class Job:
         """Roll back first, while the newcomer is still starting; then meet it."""
         assert self._place is not None and self._persister is not None
         assert self._copier is not None and self._watch is not None
-        self._copier.wait()
+        self._copier.give_up()
         self._copier.take_fence_ns()
         self._place = msgspec.structs.replace(
             self._place,
@@ -504,6 +504,8 @@ class Job:
         if done.slot is None:
             if is_durable:
                 self._persister.release()
+            if done.is_given_up:
+                return
             assert self._files is not None
             self._wants_own_memory = not done.is_changed and self._files.adopted_index is not None
             # training goes on without this checkpoint, and a person is told

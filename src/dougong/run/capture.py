@@ -7,7 +7,7 @@ states, the data position) is small and is copied on the spot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import msgspec
@@ -15,7 +15,7 @@ import torch
 
 from dougong.run.optimizer_state import is_zero, local_part
 from dougong.run.sharding import Sharding
-from dougong.run.snapshot import SnapshotFiles
+from dougong.run.snapshot import GivenUp, SnapshotFiles
 from dougong.run.state import SnapshotTable, TensorRecord, copy_in, is_array, lay_out, payload_start, write_head
 from dougong.run.tree import Leaf, dismantle
 
@@ -53,8 +53,8 @@ class Capture:
         """Is there anything that is copied later?"""
         return bool(self._later)
 
-    def write(self, buffer: memoryview) -> None:
-        """Copy everything into a buffer of `num_bytes`."""
+    def write(self, buffer: memoryview, *, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Copy everything into a buffer of `num_bytes`. Raises GivenUp once it is not wanted any more."""
         write_head(buffer, self.head)
         for value, record in self._now:
             copy_in(buffer, self._start, value, record)
@@ -62,6 +62,8 @@ class Capture:
             self._write_from_device(buffer)
             return
         for value, record, _ in self._later:
+            if not is_wanted():
+                raise GivenUp
             copy_in(buffer, self._start, value, record)
 
     def changed_meanwhile(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from dougong.run.capture import Capture
-from dougong.run.snapshot import Slot, SnapshotFiles
+from dougong.run.snapshot import GivenUp, Slot, SnapshotFiles
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +20,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     is_changed: bool = False
     """Something changed the state while it was copied."""
+    is_given_up: bool = False
+    """Nobody wants it any more (`Copier.give_up`)."""
 
 
 class CopyJob(msgspec.Struct, kw_only=True):
@@ -49,6 +51,7 @@ class Copier:
         self._is_idle = threading.Event()
         self._may_change.set()
         self._is_idle.set()
+        self._is_unwanted = threading.Event()
         self._fence_ns = 0
         self._thread = threading.Thread(target=self._work, name="dougong-copy", daemon=True)
         self._thread.start()
@@ -83,6 +86,12 @@ class Copier:
         """Until nothing is being copied."""
         self._is_idle.wait()
 
+    def give_up(self) -> None:
+        """Break off the copy in hand, if any, and wait for that: the state goes back to one before it."""
+        self._is_unwanted.set()
+        self._is_idle.wait()
+        self._is_unwanted.clear()
+
     @property
     def is_idle(self) -> bool:
         return self._is_idle.is_set()
@@ -97,6 +106,8 @@ class Copier:
             done = Done(slot=None)
             try:
                 done = self._copy(job)
+            except GivenUp:
+                done = Done(slot=None, reason="given up", is_given_up=True)
             except OSError as error:
                 done = Done(slot=None, reason=f"no shared memory for it: {error.strerror} (df -h /dev/shm)")
             except (RuntimeError, ValueError) as error:
@@ -123,15 +134,19 @@ class Copier:
         except OSError:
             return  # the copy will say so
 
+    def _is_wanted(self) -> bool:
+        return not self._is_unwanted.is_set()
+
     def _copy(self, job: CopyJob) -> Done:
         files, capture = self._files, job.capture
         index = files.next_index(num_kept=job.num_kept)
         num_bytes = capture.num_bytes if job.lived_in is None else job.lived_in.num_bytes
         files.reserve(num_bytes, only=index)
-        files.touch(only=index)
+        if job.lived_in is None:
+            files.touch(only=index)
         files.void(index)
         if job.lived_in is None:
-            capture.write(files.buffer(index))
+            capture.write(files.buffer(index), is_wanted=self._is_wanted)
         else:
             files.copy(job.lived_in, index)
         changed = capture.changed_meanwhile()
@@ -146,6 +161,7 @@ class Copier:
             world_size=job.world_size,
             num_bytes=num_bytes,
             digest=None if job.lived_in is None else job.lived_in.digest,
+            is_wanted=self._is_wanted,
         )
         if job.lived_in is not None:
             files.void(job.lived_in.index)

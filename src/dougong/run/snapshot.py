@@ -19,6 +19,7 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,11 @@ _INDICES = (0, 1, 2, 3, 4)
 _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 8 * 2**20
 _DIGEST_BYTES = 2**20
+_COPY_BYTES = 64 * 2**20
+
+
+class GivenUp(Exception):
+    """A snapshot is not wanted any more, and was not finished."""
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,10 +157,18 @@ class SnapshotFiles:
         return memoryview(self._buffers[index])
 
     def copy(self, slot: Slot, index: int) -> None:
-        """Copy a snapshot's bytes into the buffer `index`, while other threads run."""
-        source = ctypes.c_char.from_buffer(self._mapped(slot))
-        target = ctypes.c_char.from_buffer(self._buffers[index])
-        ctypes.memmove(ctypes.addressof(target), ctypes.addressof(source), slot.num_bytes)
+        """Copy a snapshot's bytes into the reserved buffer `index`, while other threads run. Raises OSError.
+
+        As a write to its file: a new process would have to map each page first, which takes as long again.
+        """
+        source = self._mapped(slot)
+        fd = os.open(self.path(index), os.O_WRONLY)
+        try:
+            done = 0
+            while done < slot.num_bytes:
+                done += os.pwrite(fd, source[done : done + _COPY_BYTES], done)
+        finally:
+            os.close(fd)
 
     def void(self, index: int) -> None:
         """Declare a buffer not whole, before it is written."""
@@ -169,9 +183,13 @@ class SnapshotFiles:
         world_size: int,
         num_bytes: int,
         digest: bytes | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Slot:
-        """Declare a buffer whole, with the checksum of its first `num_bytes`, which a reader on the way may know."""
-        digest = digest or _digest(memoryview(self._buffers[index])[:num_bytes])
+        """Declare a buffer whole, with the checksum of its first `num_bytes`, which a reader on the way may know.
+
+        Raises GivenUp once it is not wanted any more.
+        """
+        digest = digest or _digest(memoryview(self._buffers[index])[:num_bytes], is_wanted=is_wanted)
         body = _SLOT.pack(step, generation, world_size, num_bytes, digest)
         self._write_slot(index, body + _CRC.pack(zlib.crc32(body)))
         return Slot(
@@ -283,10 +301,12 @@ class SnapshotFiles:
         return self._prefix.with_name(f"{self._prefix.name}.commit")
 
 
-def _digest(content: memoryview) -> bytes:
-    """xxh3-128, in pieces: the library holds the interpreter up for each call, and training goes on beside it."""
+def _digest(content: memoryview, *, is_wanted: Callable[[], bool] = lambda: True) -> bytes:
+    """xxh3-128, in pieces: training goes on beside it. Raises GivenUp."""
     digest = xxhash.xxh3_128()
     for offset in range(0, len(content), _DIGEST_BYTES):
+        if not is_wanted():
+            raise GivenUp
         digest.update(content[offset : offset + _DIGEST_BYTES])
     return digest.digest()
 
