@@ -39,8 +39,8 @@ def saves(method: str, *, block_s: float, lost_s: float, durable_s: float, is_bu
     )
 
 
-def kills(system: str, *, new_step_s: float | None, source: str = "memory", is_full: bool = True) -> KillFigures:
-    recovery = Recovery(victim=0, new_step_s=new_step_s, detected_s=0.1, restored_s=0.05, source=source)
+def kills(system: str, *, any_step_s: float | None, source: str = "memory", is_full: bool = True) -> KillFigures:
+    recovery = Recovery(victim=0, any_step_s=any_step_s, detected_s=0.1, restored_s=0.05, source=source)
     return KillFigures(system=system, is_full=is_full, load_average=0.1, step_s=0.2, recoveries=(recovery,) * 5)
 
 
@@ -84,7 +84,7 @@ def test_without_a_peer_the_row_says_that_its_figure_is_cited() -> None:
 
 def test_a_recovery_that_never_came_back_misses_its_limit() -> None:
     measured = empty()
-    measured.kills = [kills("Dougong", new_step_s=None), kills("torchrun", new_step_s=5.2)]
+    measured.kills = [kills("Dougong", any_step_s=None), kills("torchrun", any_step_s=5.2)]
     found = row(measured, "kill -9 to first step, full")
     assert (found.ours, found.ok) == (None, False)
 
@@ -97,7 +97,7 @@ def test_a_recovery_without_its_step_is_a_share_of_torchruns() -> None:
 
 def test_a_lost_node_that_came_back_from_disk_does_not_count_as_a_peers_copy() -> None:
     measured = empty()
-    measured.node_losses = [kills("Dougong", new_step_s=0.5, source="durable")]
+    measured.node_losses = [kills("Dougong", any_step_s=0.5, source="durable")]
     found = row(measured, "node lost")
     assert found.ok is False
     assert "not there" in found.name

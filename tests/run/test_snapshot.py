@@ -259,3 +259,14 @@ def test_a_buffer_whose_process_has_ended_is_not_whole(tmp_path: Path) -> None:
     files.path(index).symlink_to("/proc/4194304/fd/9")
     assert not SnapshotFiles(tmp_path / "rank-0").is_there(slot)
     assert not SnapshotFiles(tmp_path / "rank-0").is_whole(slot)
+
+
+def test_what_was_compared_ahead_is_not_compared_again(files: SnapshotFiles, tmp_path: Path) -> None:
+    for content, is_whole in ((b"good", True), (b"evil", False)):
+        index = write(files, b"good", step=1)
+        files.buffer(index)[:4] = content
+        reader = SnapshotFiles(tmp_path / "rank-0")
+        reader.compare_ahead(reader.find(step=1))
+        assert reader.is_whole(reader.find(step=1)) is is_whole
+        files.buffer(index)[:4] = b"evil"
+        assert not reader.is_whole(reader.find(step=1)), "asked again, it is compared again"

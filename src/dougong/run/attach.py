@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from dougong.errors import CheckpointDamaged, UserError
 from dougong.run import manifest
+from dougong.run.ahead import snapshot_files
 from dougong.run.bad_loss import ids_of, skips_before
 from dougong.run.capture import Capture, fenced_storages
 from dougong.run.copier import Copier, CopyJob, Done
@@ -174,7 +175,7 @@ class Job:
                 memory_every_steps=self._place.memory_every_steps, durable_every_steps=self._place.durable_every_steps
             )
             _leave_sigterm_to_the_launcher()
-            self._files = SnapshotFiles(self._place.node.snapshot(self._place.rank))
+            self._files = snapshot_files(self._place.node.snapshot(self._place.rank))
             self._persister = Persister(self._place, self._files)
             self._copier = Copier(self._files)
             self._watch = Watch(self._page, generation=self._place.generation)

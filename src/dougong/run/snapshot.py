@@ -18,8 +18,10 @@ import errno
 import mmap
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -65,6 +67,7 @@ class SnapshotFiles:
         self._adopted: int | None = None
         self._touched: dict[int, mmap.mmap] = {}
         self._private_fds: dict[int, int] = {}
+        self._ahead: tuple[Slot, Future[bool]] | None = None
 
     def reserve(self, num_bytes: int, *, only: int | None = None) -> None:
         """Have two buffers (or only one) hold `num_bytes`, with the memory really there. Raises OSError if it is not.
@@ -221,6 +224,25 @@ class SnapshotFiles:
 
     def is_whole(self, slot: Slot) -> bool:
         """Does the buffer still have the bytes that its checksum was made of?"""
+        if self._ahead is not None and self._ahead[0] == slot:
+            found, self._ahead = self._ahead[1], None
+            return found.result()
+        return self._is_as_published(slot)
+
+    def compare_ahead(self, slot: Slot) -> None:
+        """Have a thread find out now what `is_whole` will be asked."""
+        found: Future[bool] = Future()
+        self._ahead = (slot, found)
+
+        def compare() -> None:
+            try:
+                found.set_result(self._is_as_published(slot))
+            except BaseException as error:
+                found.set_exception(error)
+
+        threading.Thread(target=compare, name="dougong-compare", daemon=True).start()
+
+    def _is_as_published(self, slot: Slot) -> bool:
         try:
             view = self._mapped(slot)
         except (OSError, ValueError):

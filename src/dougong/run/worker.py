@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from dougong.run.ahead import read_ahead
 from dougong.run.flight import answer_asks
 from dougong.run.fork import ForkRequest
 from dougong.run.letters import ErrorRaised, ScriptEnded, post
@@ -43,6 +44,7 @@ def run_worker(request: ForkRequest) -> int:
     _name_process(f"rank{place.rank}")
     if "torch" in sys.modules:
         answer_asks(page, place.node.flight(place.rank))
+        read_ahead(place)
         _watch_optimizer(page, place)
     try:
         _run_script(request.command)
