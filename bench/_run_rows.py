@@ -154,11 +154,10 @@ def _save_rows(measured: Measured, *, is_busy: bool) -> list[Row]:
 
 
 def _restore_rows(measured: Measured) -> list[Row]:
-    recoveries = recoveries_of(measured.kills, "Dougong", is_full=True)
-    if not recoveries:
-        return []
-    ours = [item.restored_s for item in recoveries if item.restored_s is not None and item.source == "memory"]
     peers = {figures.method: figures.restore_s for figures in measured.saves if figures.restore_s}
+    ours = peers.pop("Dougong memory", ())
+    if not ours:
+        return []
     floors_s = [floor_s for figures in measured.saves if not figures.is_busy for floor_s in figures.floor_s]
     best, peer = _best("restore", peers)
     name = f"restore from memory, warm, s (best peer: {best})"

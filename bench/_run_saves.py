@@ -80,7 +80,7 @@ METHODS = (
     Method(name="Dougong", system=OURS, is_durable=True, is_synced=True, estimate_s=50),
 )
 BUSY_METHODS = ("DCP async_save, tuned", "DLRover disk", "Dougong memory", "Dougong")
-RESTORED = ("torch.save", "DCP save", "DLRover memory")
+RESTORED = ("torch.save", "DCP save", "DLRover memory", "Dougong memory")
 
 
 def measure(method: Method, *, is_busy: bool, rounds: int, state_mb: float, directory: Path) -> SaveFigures:
@@ -88,6 +88,7 @@ def measure(method: Method, *, is_busy: bool, rounds: int, state_mb: float, dire
     load_average = load_1_min()
     arguments = {"state_mb": state_mb, "busy": is_busy, "floor_rounds": 5, "prepare": True}
     is_ours = method.system is OURS
+    arguments["restore_rounds"] = rounds if method.name in RESTORED and not is_busy else 0
     options: tuple[str, ...] = ()
     if is_ours:
         every = OUR_EVERY if method.is_durable else STEPS_OF_A_MEMORY_SAVE + 2
@@ -95,8 +96,7 @@ def measure(method: Method, *, is_busy: bool, rounds: int, state_mb: float, dire
         durable_every = every if method.is_durable else 100_000
         options = options_of({"memory_every": every, "durable_every": durable_every, "keep": 3})
     else:
-        restores = rounds if method.name in RESTORED and not is_busy else 0
-        arguments |= {"saves": rounds + 1, "quiet_steps": 3, "restore_rounds": restores}
+        arguments |= {"saves": rounds + 1, "quiet_steps": 3}
     with launched(method.system, options_of(arguments), directory=directory, options=options) as launch:
         records = wait_for_records(launch, limit_s=LIMIT_S)
     saves = _our_saves(records, directory, method) if is_ours else _their_saves(records, method)

@@ -248,3 +248,26 @@ def test_a_copy_that_nobody_wants_any_more_is_broken_off(tmp_path: Path, monkeyp
     copier.begin(wanted)
     copier.wait()
     assert found[1].slot is not None, "the next one is wanted again"
+
+
+@pytest.mark.parametrize("offset_bytes", [None, 9, 5000, -1])
+def test_a_snapshot_is_compared_while_it_is_put_back(offset_bytes: int | None, tmp_path: Path) -> None:
+    from dougong.errors import CheckpointDamaged
+    from dougong.run.attach import _verified_tree
+
+    model = nn.Linear(1200, 1100)  # more values than are copied at a time
+    files, parts = SnapshotFiles(tmp_path / "rank-0"), {"model": model}
+    tree = gather(parts, data=None, progress=Progress(step=1, num_tokens=0))
+    slot = copy(files, Capture(tree, fenced=frozenset())).slot
+    assert slot is not None
+    expected = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    if offset_bytes is None:
+        put_back(_verified_tree(files, slot, parts), parts)
+        assert torch.equal(model.weight, expected)
+        return
+    files.buffer(slot.index)[: slot.num_bytes][offset_bytes] ^= 1
+    with pytest.raises(CheckpointDamaged, match="checksum"):
+        _verified_tree(files, slot, parts)
+    assert files.slots() == (), "it is not chosen again"

@@ -19,7 +19,7 @@ class Rank:
         self.step = 0
         self.copying: tuple[int, int] | None = None
         self.pinned_step = 0
-        self._saved_step = 0
+        self._expected_save = 0
         self._every = every
         self._durable_every = durable_every
 
@@ -50,13 +50,13 @@ class Rank:
         self.step += 1
         if self.is_due(self.step):
             self.end_copy()
-            index = self.files.next_index(num_kept=2 if self._saved_step == self.step - 1 else 1)
+            index = self.files.next_index(num_kept=1 if self._expected_save == self.step else 2)
             self.files.reserve(1, only=index)
             self.files.void(index)
             self.copying = (index, self.step)
-            self._saved_step = self.step
         elif self.is_due(self.step + 1):
             self.end_copy()
+            self._expected_save = self.step + 1
 
 
 @settings(max_examples=150, deadline=None)

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -149,7 +150,7 @@ class Job:
         self._ledger: _Ledger | None = None
         self._is_ledger_warned = False
         self._is_memory_warned = False
-        self._saved_step = 0
+        self._expected_save = 0
         self._submitted_step = 0
         self._refused_step = 0
         self._loaded_step = 0
@@ -419,6 +420,7 @@ class Job:
         began_ns = time.monotonic_ns()
         self._copier.wait()
         self._stall_ns += time.monotonic_ns() - began_ns
+        self._expected_save = self._step + 1
 
     def _save_if_good(self, *, is_memory_due: bool, is_due: bool, is_last: bool) -> None:
         """`is_due`: durably, unless the one before is not finished everywhere. At the last step that is waited for."""
@@ -471,11 +473,10 @@ class Job:
                 generation=self._place.generation,
                 world_size=self._place.world_size,
                 on_done=lambda done: self._copied(done, step=step, stall_s=stall_s, is_durable=is_durable),
-                # a slower rank may still be copying the state of the step before, and have none but the one before that
-                num_kept=2 if self._saved_step == step - 1 else 1,
+                # else a slower rank may still be copying the state saved last, and have none but the one before that
+                num_kept=1 if self._expected_save == step else 2,
             )
         )
-        self._saved_step = step
         if self._is_blocking or not capture.is_overlapped:
             self._copier.fence()
         now_ns = time.monotonic_ns()
@@ -608,7 +609,6 @@ class Job:
             self._save_before_change(adopted)
         self._is_fresh = False
         # a state that was loaded from a durable checkpoint has one already; of another generation's none is known
-        self._saved_step = 0
         self._submitted_step = 0
         self._loaded_step = self._step if place.restore_source == "durable" else 0
         self._resumed_step = self._step
@@ -672,10 +672,13 @@ class Job:
         files, slot = self._slot_to_restore(place)
         is_fresh = self._is_fresh and files is self._files
         is_adopted = is_fresh and slot.num_bytes >= _ADOPT_BYTES and not torch.cuda.is_available()
-        buffer = _verified(files, slot, is_adopted=is_adopted)
         assert self._files is not None
+        if is_adopted:
+            tree = tree_in_place(_verified(files, slot, is_adopted=True), self._parts, is_adopted=True)
+        else:
+            tree = _verified_tree(files, slot, self._parts)
         self._files.void_newer(generation=slot.generation, step=slot.step)
-        return (slot if is_adopted else None), tree_in_place(buffer, self._parts, is_adopted=is_adopted)
+        return (slot if is_adopted else None), tree
 
     def _slot_to_restore(self, place: WorkerPlace) -> tuple[SnapshotFiles, Slot]:
         """Among the rank's own checkpoints, or, where these have moved on, a copy that the node keeps.
@@ -842,6 +845,25 @@ class Job:
     def keep_log(self, writer: ContinuedWriter) -> None:
         """Flush `writer` with every save, and tell it when the run goes back to an earlier step."""
         self._log_writers.append(writer)
+
+
+def _verified_tree(files: SnapshotFiles, slot: Slot, parts: dict[str, Any]) -> dict[str, Any]:
+    """The state tree of a snapshot, its tensors copied into the live ones.
+
+    Raises CheckpointDamaged, after which these hold anything, so that this process must end; the snapshot is not chosen
+    again.
+    """
+    buffer, comparison = files.compare(slot)
+    try:
+        tree = tree_in_place(buffer, parts, is_adopted=False, before_read=comparison.advance)
+    except (RuntimeError, ValueError, LookupError, TypeError, msgspec.MsgspecError, struct.error):
+        if comparison.is_equal():
+            raise
+    else:
+        if comparison.is_equal():
+            return tree
+    files.void(slot.index)
+    raise CheckpointDamaged(str(files.path(slot.index)), reason="checksum differs (xxh3-128)")
 
 
 def _verified(files: SnapshotFiles, slot: Slot, *, is_adopted: bool = False) -> memoryview:

@@ -6,7 +6,7 @@ pages cost several times the copy; so there the tensors are made views of the bu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -21,8 +21,20 @@ _VALUE_DEPTH = 4
 """Of `optimizer.state.<parameter>.<value>` in the state tree."""
 
 
-def tree_in_place(buffer: memoryview, parts: Mapping[str, Any], *, is_adopted: bool) -> dict[str, Any]:
+_PIECE_VALUES = 2**20
+"""So many values are copied at a time where each is read twice, so that the second time it comes from the cache."""
+
+
+def tree_in_place(
+    buffer: memoryview,
+    parts: Mapping[str, Any],
+    *,
+    is_adopted: bool,
+    before_read: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
     """The state tree of a snapshot, in which what training changes in place is already where it belongs.
+
+    `before_read` is told up to which byte of the buffer is read next, in rising order but for views.
 
     Leaves that have a live counterpart of the same kind are copied into it, or made its memory, and stand in the tree
     as the live tensor, so that loading the tree finds nothing left to copy. The others are copies.
@@ -34,11 +46,12 @@ def tree_in_place(buffer: memoryview, parts: Mapping[str, Any], *, is_adopted: b
     for record in table.records:
         saved = view_of(buffer, start, record)
         target = live.get(record.path)
+        begin = start + record.offset_bytes
         if isinstance(saved, torch.Tensor) and target is not None and _is_same_kind(saved, target):
             # the memory inside a DTensor cannot be exchanged from outside
             is_own = is_adopted and record.path not in sharded and storage_address(target) in fenced
             is_own = is_own and target.device.type == "cpu"
-            _fill(target, saved, is_adopted=is_own)
+            _fill(target, saved, is_adopted=is_own, before_read=_behind(begin, before_read))
             leaves.append(target)
         elif is_adopted and record.kind == "torch" and _can_move_out(record.path, parts):
             leaves.append(saved)
@@ -97,12 +110,25 @@ def _live_tensors(
     return live, frozenset(sharded)
 
 
-def _fill(target: torch.Tensor, saved: torch.Tensor, *, is_adopted: bool) -> None:
+def _behind(begin: int, before_read: Callable[[int], None] | None) -> Callable[[int], None] | None:
+    return None if before_read is None else lambda end: before_read(begin + end)
+
+
+def _fill(
+    target: torch.Tensor, saved: torch.Tensor, *, is_adopted: bool, before_read: Callable[[int], None] | None
+) -> None:
     if is_adopted and target.is_contiguous() and target.untyped_storage().nbytes() == saved.nbytes:
         target.data = saved
         return
     with torch.no_grad():
-        target.copy_(saved)
+        if before_read is None or target.device.type != "cpu" or not target.is_contiguous():
+            target.copy_(saved)
+            return
+        into, values = target.view(-1), saved.view(-1)
+        for offset in range(0, values.numel(), _PIECE_VALUES):
+            piece = values[offset : offset + _PIECE_VALUES]
+            before_read((offset + piece.numel()) * piece.element_size())
+            into[offset : offset + _PIECE_VALUES].copy_(piece)
 
 
 def _is_same_kind(saved: torch.Tensor, target: torch.Tensor) -> bool:

@@ -57,6 +57,27 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     digest: bytes
 
 
+class Comparison:
+    """Compares a snapshot with its checksum while it is read: each byte comes from memory once for both."""
+
+    def __init__(self, content: memoryview, digest: bytes) -> None:
+        self._content = content
+        self._expected = digest
+        self._digest = xxhash.xxh3_128()
+        self._end = 0
+
+    def advance(self, end: int) -> None:
+        """All up to `end` is read next."""
+        for offset in range(self._end, end, _DIGEST_BYTES):
+            self._digest.update(self._content[offset : min(end, offset + _DIGEST_BYTES)])
+        self._end = max(self._end, end)
+
+    def is_equal(self) -> bool:
+        """Is all of it what was published?"""
+        self.advance(len(self._content))
+        return self._digest.digest() == self._expected
+
+
 class SnapshotFiles:
     """The buffers of one rank, for writing by its worker or reading by anyone on the node."""
 
@@ -265,6 +286,14 @@ class SnapshotFiles:
         if not self.is_whole(slot):
             raise CheckpointDamaged(str(self.path(slot.index)), reason="checksum differs (xxh3-128)")
         return self._mapped(slot)
+
+    def compare(self, slot: Slot) -> tuple[memoryview, Comparison]:
+        """The bytes of a snapshot, to be compared while they are read. Raises CheckpointDamaged if they are gone."""
+        try:
+            content = self._mapped(slot)
+        except (OSError, ValueError) as error:
+            raise CheckpointDamaged(str(self.path(slot.index)), reason=str(error)) from error
+        return content, Comparison(content, slot.digest)
 
     def _shared(self, index: int, size: int) -> mmap.mmap:
         path = self.path(index)
