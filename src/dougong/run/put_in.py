@@ -21,7 +21,7 @@ _VALUE_DEPTH = 4
 """Of `optimizer.state.<parameter>.<value>` in the state tree."""
 
 
-_PIECE_VALUES = 2**20
+_PIECE_VALUES = 2**18
 """So many values are copied at a time where each is read twice, so that the second time it comes from the cache."""
 
 
