@@ -253,7 +253,7 @@ def test_a_copy_that_nobody_wants_any_more_is_broken_off(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("offset_bytes", [None, 9, 5000, -1])
 def test_a_snapshot_is_compared_while_it_is_put_back(offset_bytes: int | None, tmp_path: Path) -> None:
     from dougong.errors import CheckpointDamaged
-    from dougong.run.attach import _verified_tree
+    from dougong.run.saved_state import verified_tree
 
     model = nn.Linear(1200, 1100)  # more values than are copied at a time
     files, parts = SnapshotFiles(tmp_path / "rank-0"), {"model": model}
@@ -264,10 +264,10 @@ def test_a_snapshot_is_compared_while_it_is_put_back(offset_bytes: int | None, t
     with torch.no_grad():
         model.weight.zero_()
     if offset_bytes is None:
-        put_back(_verified_tree(files, slot, parts), parts)
+        put_back(verified_tree(files, slot, parts), parts)
         assert torch.equal(model.weight, expected)
         return
     files.buffer(slot.index)[: slot.num_bytes][offset_bytes] ^= 1
     with pytest.raises(CheckpointDamaged, match="checksum"):
-        _verified_tree(files, slot, parts)
+        verified_tree(files, slot, parts)
     assert files.slots() == (), "it is not chosen again"

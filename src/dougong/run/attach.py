@@ -11,31 +11,24 @@ for step in job.steps(until=1000):         # resumes, or rolls back, to the exac
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import signal
-import struct
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from dougong.errors import CheckpointDamaged, UserError
-from dougong.run import manifest
+from dougong.errors import UserError
 from dougong.run.ahead import snapshot_files
-from dougong.run.bad_loss import ids_of, skips_before
+from dougong.run.bad_loss import skips_before
 from dougong.run.capture import Capture, fenced_storages
 from dougong.run.copier import Copier, CopyJob, Done
-from dougong.run.copy_store import kept_for
 from dougong.run.data_position import DataPosition
-from dougong.run.dcp_read import DurableState
 from dougong.run.fingerprint import fingerprint, flip_bit, replicated
 from dougong.run.group import ReplaceableGroup, can_stay, default_group, join_store
 from dougong.run.letters import (
@@ -48,7 +41,6 @@ from dougong.run.letters import (
     Restored,
     SaveRefused,
     ShardFailed,
-    Skip,
     Stopped,
     WarningGiven,
     from_agent,
@@ -57,22 +49,22 @@ from dougong.run.letters import (
 from dougong.run.log_continuation import ContinuedWriter
 from dougong.run.loss_gate import LossGate
 from dougong.run.page import ControlFault, Page, Phase, SaveTimes, StepRecord
+from dougong.run.peak import measure_gemm_flop_per_s
 from dougong.run.persist import Persister, PersistRequest
 from dougong.run.place import WorkerPlace, rank_and_world_size, worker_place
-from dougong.run.put_in import move_out, tree_in_place
+from dougong.run.put_in import move_out
 from dougong.run.reducers import ArrivalOrders, renew_reducers
-from dougong.run.reshard import state_for
-from dougong.run.sealed import UnsealedPlace, load_sealer
+from dougong.run.sample_ledger import SampleLedger
+from dougong.run.saved_state import ADOPT_BYTES, SavedState, verified
 from dougong.run.sharding import Sharding, ranks_of
 from dougong.run.snapshot import Slot, SnapshotFiles
 from dougong.run.state import Progress, gather, num_parameters, put_back, read_branch
+from dougong.run.step import Step
 from dougong.run.watch import Watch
-from dougong.run.worker import do_control_fault, is_broken_collective
+from dougong.run.worker import do_control_fault
 
 _VERDICT_TIMEOUT_S = 600.0
 _VERDICT_POLL_S = 0.002
-_ADOPT_BYTES = 64 * 2**20
-"""From this size on a new process lives in the snapshot it is restored from instead of copying it."""
 
 
 class Stateful(Protocol):
@@ -147,7 +139,7 @@ class Job:
         self._wants_own_memory = False
         self._has_room = False
         self._orders = ArrivalOrders(())
-        self._ledger: _Ledger | None = None
+        self._ledger: SampleLedger | None = None
         self._is_ledger_warned = False
         self._is_memory_warned = False
         self._expected_save = 0
@@ -182,7 +174,7 @@ class Job:
             self._watch = Watch(self._page, generation=self._place.generation)
             _fence_optimizers(self._copier)
             self._orders = ArrivalOrders(self._parts.values())
-            self._ledger = _Ledger(self._place)
+            self._ledger = SampleLedger(self._place)
         self._gate = LossGate(spike_z=0.0 if self._place is None else self._place.spike_z)
 
     @property
@@ -450,7 +442,7 @@ class Job:
         assert self._copier is not None
         self._has_room = True
         num_bytes = self._capture().num_bytes
-        if num_bytes >= _ADOPT_BYTES and self._copier.is_idle:
+        if num_bytes >= ADOPT_BYTES and self._copier.is_idle:
             self._copier.make_room(num_bytes)
 
     def _save(self, *, is_durable: bool) -> None:
@@ -595,7 +587,7 @@ class Job:
             return
         began_ns = time.monotonic_ns()
         page.enter(Phase.RESTORING, now_ns=began_ns)
-        adopted, tree = self._saved_tree(place)
+        adopted, tree = self._saved(place).tree()
         if tree is not None:
             if self._data is not None and tree["data"] is not None:
                 self._data.load(tree["data"])
@@ -639,57 +631,9 @@ class Job:
         if self._place.restore_source != "none":
             renew_reducers(self._parts.values(), self._orders.orders)
 
-    def _saved_tree(self, place: WorkerPlace) -> tuple[Slot | None, dict[str, Any] | None]:
-        """The slot whose memory the tensors live in from now on, if so, and the state."""
-        match place.restore_source:
-            case "none":
-                return None, None
-            case "memory" | "peer":  # a peer's copy was fetched into this node's memory before the start
-                return self._tree_from_memory(place)
-            case "durable":
-                return None, self._durable_tree(place)
-
-    def _durable_tree(self, place: WorkerPlace) -> dict[str, Any]:
-        """From a checkpoint of whatever world size. All ranks come here together, unless some stay."""
-        group = default_group()
-        is_together = self._is_fresh and not (group is not None and group.is_alone)
-        with self._durable_state(place) as saved:
-            return state_for(
-                self._parts,
-                sharding=self._sharding,
-                saved=saved,
-                is_read_once=place.is_read_once and is_together,
-            )
-
-    def _durable_state(self, place: WorkerPlace) -> DurableState:
-        storage, root = manifest.storage_at(place.checkpoint_url)
-        directory = place.restore_directory
-        storage = UnsealedPlace(storage, load_sealer(place.checkpoint_key) if place.checkpoint_key else None)
-        saved_size = place.restore_world_size or manifest.read_manifest(place.checkpoint_url, directory).world_size
-        return DurableState(storage, f"{root}/{directory}", world_size=saved_size)
-
-    def _tree_from_memory(self, place: WorkerPlace) -> tuple[Slot | None, dict[str, Any]]:
-        files, slot = self._slot_to_restore(place)
-        is_fresh = self._is_fresh and files is self._files
-        is_adopted = is_fresh and slot.num_bytes >= _ADOPT_BYTES and not torch.cuda.is_available()
+    def _saved(self, place: WorkerPlace) -> SavedState:
         assert self._files is not None
-        if is_adopted:
-            tree = tree_in_place(_verified(files, slot, is_adopted=True), self._parts, is_adopted=True)
-        else:
-            tree = _verified_tree(files, slot, self._parts)
-        self._files.void_newer(generation=slot.generation, step=slot.step)
-        return (slot if is_adopted else None), tree
-
-    def _slot_to_restore(self, place: WorkerPlace) -> tuple[SnapshotFiles, Slot]:
-        """Among the rank's own checkpoints, or, where these have moved on, a copy that the node keeps.
-
-        Such a copy is read, never lived in.
-        """
-        assert self._files is not None
-        try:
-            return self._files, self._files.find(step=place.restore_step, generation=place.restore_generation)
-        except CheckpointDamaged:
-            return kept_for(place.rank, place.node, generation=place.restore_generation, step=place.restore_step)
+        return SavedState(place, self._files, self._parts, self._sharding, is_fresh=self._is_fresh)
 
     def _save_before_change(self, slot: Slot) -> None:
         """The tensors live in the snapshot itself: before the optimizer changes them, it is copied to another buffer.
@@ -791,10 +735,10 @@ class Job:
         if place is None or place.restore_source == "none":
             return None
         if place.restore_source == "durable":
-            with self._durable_state(place) as saved:
+            with self._saved(place).durable() as saved:
                 return saved.rank_tree(self.rank % saved.world_size)["data"]["loader"]
-        files, slot = self._slot_to_restore(place)
-        return read_branch(_verified(files, slot), "data")["loader"]
+        files, slot = self._saved(place).slot()
+        return read_branch(verified(files, slot), "data")["loader"]
 
     def restore(self) -> int:
         """Put the saved state back, if there is one; the number of steps finished so far."""
@@ -847,34 +791,6 @@ class Job:
         self._log_writers.append(writer)
 
 
-def _verified_tree(files: SnapshotFiles, slot: Slot, parts: dict[str, Any]) -> dict[str, Any]:
-    """The state tree of a snapshot, its tensors copied into the live ones.
-
-    Raises CheckpointDamaged, after which these hold anything, so that this process must end; the snapshot is not chosen
-    again.
-    """
-    buffer, comparison = files.compare(slot)
-    try:
-        tree = tree_in_place(buffer, parts, is_adopted=False, before_read=comparison.advance)
-    except (RuntimeError, ValueError, LookupError, TypeError, msgspec.MsgspecError, struct.error):
-        if comparison.is_equal():
-            raise
-    else:
-        if comparison.is_equal():
-            return tree
-    files.void(slot.index)
-    raise CheckpointDamaged(str(files.path(slot.index)), reason="checksum differs (xxh3-128)")
-
-
-def _verified(files: SnapshotFiles, slot: Slot, *, is_adopted: bool = False) -> memoryview:
-    """The bytes of a snapshot. Raises CheckpointDamaged; then it is not chosen again."""
-    try:
-        return files.adopt(slot) if is_adopted else files.read_slot(slot)
-    except CheckpointDamaged:
-        files.void(slot.index)
-        raise
-
-
 def _until_first_collective_ns(begin_ns: int) -> int:
     """What this rank computed alone in a step; 0 = not known: only a replaceable group tells when it is entered."""
     group = default_group()
@@ -901,107 +817,4 @@ def _leave_sigterm_to_the_launcher() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-class Step:
-    """One step. Use it once, as a context manager; its value is the batch."""
-
-    def __init__(self, job: Job, *, number: int, batch: Any, data_wait_ns: int) -> None:
-        self.number = number
-        self.is_entered = False
-        self.is_finished = False
-        self.loss: float | None = None
-        self.tokens: int | None = None
-        self.samples: tuple[int, ...] | None = None
-        self.grad_norm: float | None = None
-        self.begin_ns = 0
-        self.data_wait_ns = data_wait_ns
-        self._job = job
-        self._batch = batch
-
-    def record(
-        self,
-        *,
-        loss: float | torch.Tensor | None = None,
-        tokens: int | None = None,
-        samples: Sequence[int] | None = None,
-        grad_norm: float | torch.Tensor | None = None,
-    ) -> None:
-        """Tell what this rank did in this step: its loss, the tokens it trained on, the ids of its samples.
-
-        After a loss or a `grad_norm` that is not finite no checkpoint is taken until they are finite again.
-        """
-        self.loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
-        self.tokens = tokens
-        self.samples = None if samples is None else tuple(int(sample) for sample in samples)
-        self.grad_norm = float(grad_norm.detach()) if isinstance(grad_norm, torch.Tensor) else grad_norm
-
-    def begin(self) -> None:
-        """What entering does, for a loop that cannot use `with`."""
-        self.is_entered = True
-        self.begin_ns = self._job.begin_step()
-
-    def end(self) -> None:
-        """What leaving without an error does."""
-        self.is_finished = True
-        self._job.finish_step(self)
-
-    def __enter__(self) -> Any:
-        self.begin()
-        return self._batch
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> bool:
-        if error is None:
-            self.end()
-            return False
-        return self._job.unwind(error) if is_broken_collective(error) else False
-
-
-class _Ledger:
-    """The ids of the samples of every finished step, one JSON line each; a step done again stands there again."""
-
-    def __init__(self, place: WorkerPlace) -> None:
-        self._path = place.run.ledger / f"rank-{place.rank}.jsonl"
-        self._generation = place.generation
-        self._fd: int | None = None
-
-    def move_to(self, generation: int) -> None:
-        self._generation = generation
-
-    def samples_of(self, skip: Skip) -> tuple[int, ...] | None:
-        """The ids that an earlier generation trained on in a step; None = they were not told."""
-        return ids_of(skip, self._path)
-
-    def write(self, step: int, samples: tuple[int, ...], *, is_skipped: bool = False) -> None:
-        """Add a line. Raises OSError if the disk does not take it."""
-        if self._fd is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        mark = {"skipped": True} if is_skipped else {}
-        entry = {"step": step, "generation": self._generation, "ids": samples, **mark}
-        line = json.dumps(entry, separators=(",", ":"))
-        os.write(self._fd, f"{line}\n".encode())
-
-
 _END = object()
-
-
-def measure_gemm_flop_per_s(*, size: int = 1024, duration_s: float = 0.5) -> tuple[float, str]:
-    """The matmul rate of this rank, and how it was measured: the honest peak of a machine without a datasheet figure.
-
-    Square products of `size`, 2·size³ FLOP each; the best of several, since a peak is a ceiling. On CUDA bfloat16.
-    """
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rng = torch.get_rng_state()
-    left, right = (torch.rand(size, size, device=device, dtype=dtype) for _ in range(2))
-    torch.set_rng_state(rng)
-    best_s = float("inf")
-    end_ns = time.monotonic_ns() + round(duration_s * 1e9)
-    while time.monotonic_ns() < end_ns:
-        began_ns = time.monotonic_ns()
-        torch.matmul(left, right)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best_s = min(best_s, (time.monotonic_ns() - began_ns) / 1e9)
-    return 2.0 * size**3 / best_s, f"measured GEMM {size}x{size}, {str(dtype).removeprefix('torch.')}, {device.type}"
