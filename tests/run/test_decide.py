@@ -303,6 +303,11 @@ def cluster_views(draw: st.DrawFn) -> JobView:
         num_nodes=num_nodes,
         placement=placement,
         nodes=nodes,
+        keepers=tuple(
+            (name, tuple(draw(st.lists(st.sampled_from(names), max_size=2, unique=True))))
+            for name in names
+            if draw(st.booleans())
+        ),
     )
 
 
@@ -328,6 +333,16 @@ def test_a_rank_whose_node_is_usable_stays_there(job: JobView) -> None:
     for old in job.placement if placement is not None else ():
         if old.component in usable:
             assert placement is not None and placement[old.rank] == old
+
+
+def test_the_ranks_of_a_lost_node_go_where_its_state_is() -> None:
+    spare, keeper = "local/rack-02/node-08", "local/rack-02/node-09"
+    nodes = (node(A), node(B, is_lost=True), node(spare), node(keeper))
+    kept = ((A, (B,)), (B, (A, keeper)))
+    for keepers, chosen in (((), spare), (kept, keeper), (((B, (B,)),), spare)):
+        placement = choose_placement(view("tearing-down", nodes=nodes, keepers=keepers))
+        assert placement is not None
+        assert [placed.component for placed in placement] == [A, chosen]
 
 
 @given(cluster_views(), st.sampled_from(["gathering", "running", "tearing-down", "backing-off"]), st.booleans())

@@ -342,6 +342,7 @@ class Controller:
             and len(self._stopped | self._finished) == len(self._placement) > 0,
             give_up=self._give_up,
             untested=self._fitness.untested,
+            keepers=self._copies.keepers,
         )
 
     def _has_lost_node(self) -> bool:

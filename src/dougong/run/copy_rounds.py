@@ -123,6 +123,11 @@ class CopyRounds:
         )
 
     @property
+    def keepers(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Owners, and the nodes that keep copies of theirs."""
+        return self._plan.keepers
+
+    @property
     def refused(self) -> tuple[BadCopy, ...]:
         return tuple(self._refused)
 

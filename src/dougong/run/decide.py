@@ -98,6 +98,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """A policy wants the job to be given up after this loss; why."""
     untested: tuple[str, ...] = ()
     """Nodes that must pass a test before they are given work."""
+    keepers: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Nodes, and which others keep copies of their memory checkpoints."""
     is_probing: bool = False
     """The nodes are trying whether they reach each other."""
     cut_links: tuple[tuple[str, str], ...] = ()
@@ -246,7 +248,9 @@ def first_loss(losses: Sequence[Loss]) -> Loss:
 
 
 def choose_placement(view: JobView, *, num_nodes: int | None = None) -> tuple[Placed, ...] | None:
-    """Ranks stay where they are; those of a lost node go to the next free one. None = not enough nodes.
+    """Ranks stay where they are; those of a lost node go to a free one. None = not enough nodes.
+
+    That is one which keeps a copy of the lost node's state, since then nothing must travel; else the next.
 
     A node takes part with all its `procs_per_node` ranks or with none. In a world of another size than before the ranks
     are counted anew, over the nodes that are left and then those that come.
@@ -260,12 +264,14 @@ def choose_placement(view: JobView, *, num_nodes: int | None = None) -> tuple[Pl
     kept = {index: component for index, component in current.items() if component in free}
     for component in kept.values():
         del free[component]
+    keepers = dict(view.keepers)
     chosen: list[str] = []
     for index in range(count):
         if index in kept:
             chosen.append(kept[index])
         elif free:
-            chosen.append(next(iter(free)))
+            at_hand = [name for name in keepers.get(current.get(index, ""), ()) if name in free]
+            chosen.append(at_hand[0] if at_hand else next(iter(free)))
             del free[chosen[-1]]
         else:
             return None
