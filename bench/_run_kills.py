@@ -44,7 +44,7 @@ BACK_LIMIT_S = 60.0
 COMPUTE_S = 0.1
 SMALL_MB = 0.3
 STEPS_BEFORE = 5
-NODE_EVERY_STEPS = 45  # copies on peers are made in rounds, some seconds apart
+NODE_EVERY_STEPS = 110  # copies on peers are made in rounds, which at full size take 6 s and begin every 12
 SYSTEMS = (OURS, TORCHRUN_SAVING, DLROVER_RUN, NVRX)
 
 
@@ -120,7 +120,8 @@ def measure_node_loss(*, losses: int, state_mb: float, directory: Path) -> KillF
     shape = ("--nodes", str(NUM_RANKS), "--procs-per-node", "1", "--spares", str(losses), *OFTEN_COPIED[2:])
     system = msgspec.structs.replace(OURS, launcher=OURS.launcher[: OURS.launcher.index("--standalone")])
     arguments = options_of({"state_mb": state_mb, "compute_s": COMPUTE_S, "steps": NODE_EVERY_STEPS * (losses + 1)})
-    options = (*shape, "--chaos", str(chaos), "--run-dir", str(directory / "run"))
+    durable = ("--durable-every", "1000000")  # a newer state on the disk would be taken
+    options = (*shape, *durable, "--chaos", str(chaos), "--run-dir", str(directory / "run"))
     with launched(system, arguments, directory=directory, options=options) as launch:
         launch.process.wait(timeout=START_LIMIT_S + losses * BACK_LIMIT_S)
     done: list[tuple[int, int, int]] = []

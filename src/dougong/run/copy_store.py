@@ -254,10 +254,8 @@ def forget_newer(prefix: Path, *, generation: int, step: int) -> None:
 
     Else the next one would be written over the state that it goes back to, as the older of two. 0 = not from memory.
     """
-    files = SnapshotFiles(prefix)
-    for slot in files.slots() if generation else ():
-        if (slot.generation, slot.step) > (generation, step):
-            files.void(slot.index)
+    if generation:
+        SnapshotFiles(prefix).void_newer(generation=generation, step=step)
 
 
 def kept_for(rank: int, node: NodeDirectory, *, generation: int, step: int) -> tuple[SnapshotFiles, Slot]:

@@ -81,6 +81,7 @@ class SavedState:
             tree = tree_in_place(verified(files, slot, is_adopted=True), self._parts, is_adopted=True)
         else:
             tree = verified_tree(files, slot, self._parts)
+        # the agent did that, but a rank that stays may have finished a copy since
         self._files.void_newer(generation=slot.generation, step=slot.step)
         return (slot if is_adopted else None), tree
 
