@@ -46,6 +46,24 @@ def test_a_thread_inside_torch_at_the_end_of_a_script_is_not_a_crash(tmp_path: P
     assert (tmp_path / "open.txt").read_text() == "flushed"
 
 
+def test_a_group_is_not_taken_apart_at_the_end_of_a_script(tmp_path: Path):
+    """gloo's destructor may wait for a thread that waits for the interpreter, which the destructor holds."""
+    text = (
+        "import torch, torch.distributed as dist, dougong\n"
+        "from dougong.run import group\n"
+        "def main():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    own = dist.distributed_c10d._get_default_group()\n"
+        "    model = torch.nn.Linear(1, 1)\n"
+        "    for step in dougong.attach(model=model).steps(until=0): pass\n"
+        "    dist.destroy_process_group()\n"
+        "    assert group._kept == [own]\n"
+        "main()\n"
+    )
+    ended = run(tmp_path / "r", "--no-score", script=script(tmp_path, text), nodes=2)
+    assert ended.code == 0 and ended.events(kinds.WorkerLost) == [], ended.report
+
+
 def test_what_a_killed_worker_had_started_is_ended_with_it(tmp_path: Path):
     text = (
         "import os, subprocess\n"

@@ -30,7 +30,7 @@ from dougong.run.capture import Capture, fenced_storages
 from dougong.run.copier import Copier, CopyJob, Done
 from dougong.run.data_position import DataPosition
 from dougong.run.fingerprint import fingerprint, flip_bit, replicated
-from dougong.run.group import ReplaceableGroup, can_stay, default_group, join_store
+from dougong.run.group import ReplaceableGroup, can_stay, default_group, join_store, keep_until_exit
 from dougong.run.letters import (
     Fingerprinted,
     Letter,
@@ -539,6 +539,7 @@ class Job:
 
     def _leave_resumable(self) -> None:
         assert self._place is not None and self._page is not None and self._persister is not None
+        keep_until_exit()
         self._page.enter(Phase.CHECKPOINT, now_ns=time.monotonic_ns())
         assert self._copier is not None
         self._copier.wait()
@@ -551,7 +552,10 @@ class Job:
 
     def _finish(self) -> None:
         """The loop is done: the last state is saved durably before the script goes on."""
-        if self._place is None or self._page is None or self._persister is None or self._step == 0:
+        if self._place is None or self._page is None or self._persister is None:
+            return
+        keep_until_exit()
+        if self._step == 0:
             return
         assert self._copier is not None
         self._copier.wait()

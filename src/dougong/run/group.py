@@ -230,6 +230,20 @@ def can_stay() -> bool:
     return default_group() is not None and len(dist.distributed_c10d._world.pg_map) == 1
 
 
+_kept: list[Any] = []
+
+
+def keep_until_exit() -> None:
+    """Let no group that is there now be taken apart before this process ends.
+
+    When the last user of a gloo group goes (the model, after `main()`), its destructor waits for gloo's thread while it
+    holds the interpreter. If that thread is just dropping a tensor, it waits for the interpreter: the script hangs at
+    its last line for ever.
+    """
+    if dist.is_initialized():
+        _kept.extend(group for group in dist.distributed_c10d._world.pg_map if group not in _kept)
+
+
 def _sockets() -> frozenset[int]:
     """The file descriptors of this process that are sockets."""
     found: set[int] = set()
