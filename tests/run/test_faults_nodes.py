@@ -134,6 +134,15 @@ def test_a_run_that_has_to_leave_saves_and_is_resumed_exactly(
     assert_same(again, quiet_run)
 
 
+def test_a_pre_emption_does_not_end_a_rank_that_is_just_starting_again(new_run: Path, quiet_run: runs.Finished) -> None:
+    """A scheduler signals every process; one that has not come to `attach` yet must not die of it either."""
+    faults = ("kind: kill-worker, at_step: 12", "kind: sigterm-grace, during: recovery, after_s: 0.05, grace_s: 20.0")
+    done = disturbed(new_run, *faults)
+    assert done.code == 130, done.report
+    assert len(done.events(WorkerLost)) == 1, done.report
+    assert_same(runs.finish(runs.resume(new_run), new_run), quiet_run)
+
+
 def test_a_grace_that_is_over_too_soon_leaves_a_run_that_is_resumed_exactly(
     new_run: Path, quiet_run: runs.Finished
 ) -> None:

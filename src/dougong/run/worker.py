@@ -41,6 +41,9 @@ def run_worker(request: ForkRequest) -> int:
         return 1  # this rank was started again meanwhile; the page is the new one's
     page.begin(pid=os.getpid(), now_ns=time.monotonic_ns())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if place.restore_source == "none":
+        # else it will attach, and a scheduler's signal is the launcher's, which has all ranks save at one step
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _name_process(f"rank{place.rank}")
     if "torch" in sys.modules:
         answer_asks(page, place.node.flight(place.rank))

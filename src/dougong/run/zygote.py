@@ -118,10 +118,14 @@ def _wake(_number: int, _frame: object) -> None:
 
 
 def _become_worker(request: ForkRequest) -> None:
-    """Leave nothing of the zygote in the child: its pipes, signals and random numbers."""
+    """Leave nothing of the zygote in the child: its pipes, signals and random numbers.
+
+    Whether a worker ends at SIGTERM it decides itself, once it knows its place; until then it does not.
+    """
     os.setsid()  # as under torchrun: a group of its own, by which all that it starts can be ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if request.entry == "preflight":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDONLY)
     log = os.open(request.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(null, 0)
