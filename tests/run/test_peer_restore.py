@@ -113,7 +113,7 @@ def test_a_lost_nodes_rank_comes_back_on_the_spare_from_the_copy(run_dir: Path, 
     assert done.score()["interruptions"] == 1
 
 
-def test_the_spare_fetches_the_state_from_another_node_and_is_copied_itself_afterwards(
+def test_the_rank_goes_to_the_spare_that_has_its_state_and_is_copied_from_there_afterwards(
     run_dir: Path, undisturbed: runs.Finished
 ) -> None:
     chaos = runs.write_chaos(
@@ -126,8 +126,21 @@ def test_the_spare_fetches_the_state_from_another_node_and_is_copied_itself_afte
     first, second = done.events(RecoveryDecided)
     assert (first.restore_source, second.restore_source) == ("peer", "peer")
     assert first.reason.endswith(f"rank 0 from own memory, rank 1 from the copy on {FOURTH}")
-    assert done.events(GenerationStarted)[1].placement[1].component == THIRD, "not the node that has the copy"
+    assert done.events(GenerationStarted)[1].placement[1].component == FOURTH, "nothing travels"
     assert "rank 1 from own memory, rank 0 from the copy on" in second.reason
+
+
+def test_a_spare_fetches_the_state_from_another_node(run_dir: Path) -> None:
+    """With three nodes and one spare a node in use keeps the copy of another."""
+    quiet = runs.run(run_dir.parent / "quiet" / "run", *NEVER, arguments=STEPS, nodes=3)
+    chaos = runs.write_chaos(run_dir.parent / "chaos.yaml", f"kind: kill-node, at_step: 60, node: {SECOND}")
+    options = (*OFTEN, *NEVER, "--spares", "1", "--chaos", str(chaos))
+    done = runs.run(run_dir, *options, arguments=STEPS, nodes=3)
+    assert_same(done, quiet, num_ranks=3)
+    (decided,) = done.events(RecoveryDecided)
+    assert decided.restore_source == "peer"
+    assert decided.reason.endswith(f"rank 1 from the copy on {THIRD}")
+    assert done.events(GenerationStarted)[1].placement[1].component == FOURTH, "not the node that has the copy"
 
 
 def test_a_survivor_stays_in_its_process_and_goes_back_to_what_its_node_kept(
