@@ -142,15 +142,17 @@ def _wait_until_saved(launch: Launch, *, victim: int, since_ns: int) -> int:
     """The victim's process, once every rank has a complete save of a step that was finished since `since_ns`."""
     deadline_s = time.monotonic() + START_LIMIT_S
     kind, wanted = ("step", STEPS_BEFORE) if launch.system is OURS else ("save", 1)
+    saved_before: int | None = None
     while time.monotonic() < deadline_s and launch.process.poll() is None:
         records = [record for record in records_of(launch.directory) if record.ns > since_ns and record.kind == kind]
         by_rank = [[record for record in records if record.rank == rank] for rank in range(NUM_RANKS)]
         is_there = all(len(own) >= wanted for own in by_rank)
-        if launch.system is OURS:
-            steps = [own[-wanted].step for own in by_rank if len(own) >= wanted]
-            is_there = is_there and _saved_in_memory(launch) >= max(steps)
-        else:
-            is_there = is_there and len({own[-1].step for own in by_rank}) == 1
+        if is_there and launch.system is OURS:
+            saved = _saved_in_memory(launch)
+            saved_before = saved if saved_before is None else saved_before
+            is_there = saved > saved_before  # just now
+        elif is_there:
+            is_there = len({own[-1].step for own in by_rank}) == 1
         if is_there:
             return by_rank[victim][-1].pid
         time.sleep(0.005)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import signal
 from pathlib import Path
 
@@ -31,19 +32,22 @@ def test_threads_and_exit_functions_of_a_script_run_to_their_end(tmp_path: Path)
 def test_a_thread_inside_torch_at_the_end_of_a_script_is_not_a_crash(tmp_path: Path):
     """Taking the interpreter apart ends such a thread in the middle of C++, which aborts the process."""
     text = (
-        "import builtins, sys, threading, time, torch\n"
+        "import builtins, gzip, sys, threading, time, torch\n"
         "ones = torch.ones(2000, 2000)\n"
         "def work():\n"
         "    while True: torch.mm(ones, ones)\n"
         "for _ in range(2): threading.Thread(target=work, daemon=True).start()\n"
         "builtins.left_open = open(sys.argv[1], 'w')\n"
         "builtins.left_open.write('flushed')\n"
+        "builtins.archive = gzip.open(sys.argv[1] + '.gz', 'wt')\n"
+        "builtins.archive.write('ended')\n"
         "time.sleep(0.5)\n"
     )
     arguments = (str(tmp_path / "open.txt"),)
     ended = run(tmp_path / "r", "--no-score", script=script(tmp_path, text), arguments=arguments, nodes=1)
     assert ended.code == 0 and ended.events(kinds.WorkerLost) == [], ended.report
     assert (tmp_path / "open.txt").read_text() == "flushed"
+    assert gzip.decompress((tmp_path / "open.txt.gz").read_bytes()) == b"ended"
 
 
 def test_a_group_is_not_taken_apart_at_the_end_of_a_script(tmp_path: Path):

@@ -343,6 +343,11 @@ def test_the_ranks_of_a_lost_node_go_where_its_state_is() -> None:
         placement = choose_placement(view("tearing-down", nodes=nodes, keepers=keepers))
         assert placement is not None
         assert [placed.component for placed in placement] == [A, chosen]
+    both = (node(A, is_lost=True), node(B, is_lost=True), node(spare), node(keeper))
+    for owner, placed_at in ((A, [spare, keeper]), (B, [keeper, spare])):
+        placement = choose_placement(view("tearing-down", nodes=both, keepers=((owner, (placed_at[owner == B],)),)))
+        assert placement is not None
+        assert [placed.component for placed in placement] == placed_at, "the other rank does not take its place"
 
 
 @given(cluster_views(), st.sampled_from(["gathering", "running", "tearing-down", "backing-off"]), st.booleans())

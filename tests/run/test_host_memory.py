@@ -30,6 +30,7 @@ def test_a_tenth_of_the_host_is_left(tmp_path: Path) -> None:
     ("line", "folder", "names"),
     [
         ("0::/job", "job", ("memory.max", "memory.current", "inactive_file")),
+        ("0::/above/job", "above", ("memory.max", "memory.current", "inactive_file")),
         ("0::/of/the/host", "", ("memory.max", "memory.current", "inactive_file")),
         (
             "4:memory:/job",

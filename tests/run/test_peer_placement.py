@@ -70,7 +70,7 @@ def test_when_a_node_is_lost_only_the_copies_that_it_kept_move(nodes: list[str],
             rack_of(owner) in map(rack_of, keepers) and len({rack_of(node) for node in left}) > 1
         )
         if owner != lost and not has_moved:
-            assert after.keepers_of(owner) == keepers
+            assert dict(after.keepers)[owner] == keepers
 
 
 def test_the_work_of_a_crowded_rack_is_shared_out_among_the_few_others() -> None:

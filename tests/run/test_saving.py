@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed (extra: train)")
 
 from dougong.run.attach import Job, attach  # noqa: E402
+from dougong.run.copier import CopyJob  # noqa: E402
 from dougong.run.letters import SaveRefused, ShardSkipped, read_from_worker, unread  # noqa: E402
 from dougong.run.page import Page  # noqa: E402
 from dougong.run.place import WorkerPlace, worker_variables  # noqa: E402
@@ -72,3 +74,33 @@ def test_the_wait_at_the_fence_is_no_time_between_steps(place: WorkerPlace) -> N
     (first, second) = records
     assert second.checkpoint_stall_ns >= 10**9 > first.checkpoint_stall_ns
     assert second.between_ns > 0
+
+
+@pytest.mark.parametrize(
+    ("memory_every", "kept"),
+    [(1, {1: 2, 2: 2, 3: 2, 4: 2}), (2, {2: 2, 4: 1, 6: 1}), (3, {3: 1, 6: 1})],
+)
+def test_a_save_that_all_ranks_expected_one_step_before_keeps_one_snapshot_and_others_two(
+    memory_every: int, kept: dict[int, int], place: WorkerPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `test_snapshot_skew` takes for granted. In the step before the first save of all, room is made instead."""
+    place = msgspec.structs.replace(place, memory_every_steps=memory_every)
+    for name, value in worker_variables(place).items():
+        monkeypatch.setenv(name, value)
+    job = job_of(torch.nn.Linear(2, 1))
+    copier: Any = job._copier
+    told: dict[int, int] = {}
+    was_idle: dict[int, bool] = {}
+    begin = copier.begin
+
+    def begin_slowly(copy_job: CopyJob) -> None:
+        told[copy_job.step] = copy_job.num_kept
+        begin(copy_job)
+
+    monkeypatch.setattr(copier, "begin", begin_slowly)
+    for step in job.steps(until=max(kept)):
+        was_idle[step.number] = copier.is_idle
+        with step:
+            step.record(loss=0.5, tokens=1)
+    assert told == kept
+    assert all(was_idle[step] for step, num_kept in kept.items() if num_kept == 1), "the copy before was whole"

@@ -23,7 +23,7 @@ from dougong.backend.local import process
 from dougong.clock import CarriedClock, Clock
 from dougong.run import wire
 from dougong.run.activity import ActivityState, advance
-from dougong.run.copy_store import CopyStore, forget_newer
+from dougong.run.copy_store import CopyStore, forget_newer, ranks_in, status_of
 from dougong.run.courier_link import CopyUnavailable, CourierLink
 from dougong.run.evidence import take_evidence
 from dougong.run.layout import NodeDirectory, RunDirectory, write_atomically
@@ -586,24 +586,9 @@ class Agent:
 def snapshots_in(node: NodeDirectory) -> tuple[wire.SnapshotStatus, ...]:
     """All complete memory checkpoints of a node, those of ranks that run elsewhere by now included."""
     found: list[wire.SnapshotStatus] = []
-    for page in sorted(node.root.glob("rank-*.commit")):
-        number = page.name.removeprefix("rank-").removesuffix(".commit")
-        if not number.isdecimal():
-            continue
-        rank = int(number)
-        files = SnapshotFiles(node.snapshot(rank))
-        for slot in files.slots():
-            if not files.is_there(slot):
-                continue
-            found.append(
-                wire.SnapshotStatus(
-                    rank=rank,
-                    step=slot.step,
-                    generation=slot.generation,
-                    world_size=slot.world_size,
-                    num_bytes=slot.num_bytes,
-                )
-            )
+    for rank, prefix in ranks_in(node.root):
+        files = SnapshotFiles(prefix)
+        found.extend(status_of(slot, rank=rank) for slot in files.slots() if files.is_there(slot))
     return tuple(found)
 
 

@@ -408,10 +408,14 @@ class Job:
     def _wait_for_copy(self) -> None:
         """One step before a save the one before must be whole, on every rank: nobody comes to that save before all have
         done this step. So a rank that writes over its older snapshot knows that all have the newer one."""
-        assert self._copier is not None
-        began_ns = time.monotonic_ns()
-        self._copier.wait()
-        self._stall_ns += time.monotonic_ns() - began_ns
+        assert self._copier is not None and self._page is not None
+        if not self._copier.is_idle:
+            began_ns = time.monotonic_ns()
+            self._page.enter(Phase.CHECKPOINT, now_ns=began_ns)
+            self._copier.wait()
+            now_ns = time.monotonic_ns()
+            self._stall_ns += now_ns - began_ns
+            self._page.enter(Phase.BETWEEN, now_ns=now_ns)
         self._expected_save = self._step + 1
 
     def _save_if_good(self, *, is_memory_due: bool, is_due: bool, is_last: bool) -> None:

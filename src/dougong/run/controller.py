@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import sys
 from collections.abc import Coroutine, Iterable
@@ -40,6 +39,7 @@ from dougong.run.reception import Reception
 from dougong.run.repairs import Repairs
 from dougong.run.restore_choice import must_travel
 from dougong.run.save_desk import SaveDesk
+from dougong.run.save_rhythm import steps_within
 from dougong.run.settings import RunSettings
 from dougong.run.silence import Silence
 from dougong.run.stacks import name_culprit
@@ -457,8 +457,8 @@ class Controller:
 
     def _see_to_preflight(self, view: rules.JobView) -> None:
         """Before a start all wait for it; a node that is free is tested while the others train."""
-        is_idle = not self._fitness.is_testing and not self._fitness.untested
-        if self._status not in ("preflight", "running") or (self._status == "running" and is_idle):
+        has_work = bool(self._fitness.is_testing or self._fitness.untested)
+        if self._status != "preflight" and not (self._status == "running" and has_work):
             return
         idle = [component for component in self._free_spares() if component in self._fitness.untested]
         if self._status == "running" and idle and not self._fitness.is_testing:
@@ -1011,7 +1011,8 @@ class Controller:
 
     def _ask_ranks_to_leave(self) -> None:
         """After a step that is far enough ahead for all of them to hear of it in time."""
-        stop_at = max(1, self._highest_step()) + 1 + math.ceil(_STOP_NOTICE_S / max(self._progress.fast_step_s, 1e-3))
+        notice = 1 + steps_within(_STOP_NOTICE_S, step_s=self._progress.fast_step_s)
+        stop_at = max(1, self._highest_step()) + notice
         self._broadcast(wire.StopAt(step=stop_at))
 
     def _highest_step(self) -> int:

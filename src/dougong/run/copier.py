@@ -138,31 +138,41 @@ class Copier:
         return not self._is_unwanted.is_set()
 
     def _copy(self, job: CopyJob) -> Done:
-        files, capture = self._files, job.capture
-        index = files.next_index(num_kept=job.num_kept)
-        num_bytes = capture.num_bytes if job.lived_in is None else job.lived_in.num_bytes
-        files.reserve(num_bytes, only=index)
-        if job.lived_in is None:
-            files.touch(only=index)
-        files.void(index)
-        if job.lived_in is None:
-            capture.write(files.buffer(index), is_wanted=self._is_wanted)
-        else:
-            files.copy(job.lived_in, index)
-        changed = capture.changed_meanwhile()
-        if changed:
-            return Done(slot=None, reason=f"{changed} was changed while it was copied", is_changed=True)
-        if job.lived_in is None:
-            self._may_change.set()
-        slot = files.publish(
+        index = self._files.next_index(num_kept=job.num_kept)
+        if job.lived_in is not None:
+            return self._copy_out(job, job.lived_in, index)
+        num_bytes = job.capture.num_bytes
+        self._files.reserve(num_bytes, only=index)
+        self._files.touch(only=index)
+        self._files.void(index)
+        job.capture.write(self._files.buffer(index), is_wanted=self._is_wanted)
+        if changed := job.capture.changed_meanwhile():
+            return _changed(changed)
+        self._may_change.set()
+        return Done(slot=self._publish(job, index, num_bytes=num_bytes, digest=None))
+
+    def _copy_out(self, job: CopyJob, slot: Slot, index: int) -> Done:
+        """Copy the snapshot that the tensors live in: they may change once another buffer holds it."""
+        self._files.reserve(slot.num_bytes, only=index)
+        self._files.void(index)
+        self._files.copy(slot, index)
+        if changed := job.capture.changed_meanwhile():
+            return _changed(changed)
+        published = self._publish(job, index, num_bytes=slot.num_bytes, digest=slot.digest)
+        self._files.void(slot.index)
+        return Done(slot=published)
+
+    def _publish(self, job: CopyJob, index: int, *, num_bytes: int, digest: bytes | None) -> Slot:
+        return self._files.publish(
             index,
             step=job.step,
             generation=job.generation,
             world_size=job.world_size,
             num_bytes=num_bytes,
-            digest=None if job.lived_in is None else job.lived_in.digest,
+            digest=digest,
             is_wanted=self._is_wanted,
         )
-        if job.lived_in is not None:
-            files.void(job.lived_in.index)
-        return Done(slot=slot)
+
+
+def _changed(path: str) -> Done:
+    return Done(slot=None, reason=f"{path} was changed while it was copied", is_changed=True)

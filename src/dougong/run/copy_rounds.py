@@ -9,7 +9,6 @@ to it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -28,6 +27,7 @@ from dougong.run.copy_store import NO_ANCHOR, Anchor
 from dougong.run.node_session import NodeSession, ranks_of
 from dougong.run.peer_placement import PeerPlan, choose_peers, rack_of
 from dougong.run.restore_choice import BadCopy, Copy
+from dougong.run.save_rhythm import steps_within
 from dougong.run.settings import RunSettings
 
 _AHEAD_S = 0.3
@@ -240,7 +240,7 @@ class CopyRounds:
         self._round = Round(
             number=self._num_rounds,
             generation=job.generation,
-            from_step=max(steps) + 1 + math.ceil(_AHEAD_S / max(job.step_s, 1e-3)),
+            from_step=max(steps) + 1 + steps_within(_AHEAD_S, step_s=job.step_s),
             plan=self._plan,
         )
 

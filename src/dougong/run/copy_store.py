@@ -86,7 +86,7 @@ class CopyStore:
     def newest_of_own(self, *, generation: int, from_step: int) -> tuple[Found, ...]:
         """Of each rank that ran on this node the first memory checkpoint of a generation at or after a step."""
         found: list[Found] = []
-        for rank, prefix in _ranks_in(self._node.root):
+        for rank, prefix in ranks_in(self._node.root):
             fitting = [s for s in SnapshotFiles(prefix).slots() if s.generation == generation and s.step >= from_step]
             if fitting:
                 first = min(fitting, key=lambda slot: slot.step)
@@ -131,7 +131,7 @@ class CopyStore:
         owner is gone or has another keeper. Was there any?"""
         is_changed = False
         for folder in self._node.copies.glob("*"):
-            for rank, prefix in _ranks_in(folder):
+            for rank, prefix in ranks_in(folder):
                 lock = self._lock_of(prefix)
                 if not lock.acquire(blocking=False):
                     continue
@@ -157,7 +157,7 @@ class CopyStore:
 
     def _copies(self) -> Iterator[Found]:
         for folder in sorted(self._node.copies.glob("*")):
-            for rank, prefix in _ranks_in(folder):
+            for rank, prefix in ranks_in(folder):
                 for slot in SnapshotFiles(prefix).slots():
                     yield Found(prefix=prefix, slot=slot, owner=folder.name.replace("~", "/"), rank=rank)
 
@@ -284,7 +284,7 @@ def _state(slot: Slot) -> Anchor:
     return Anchor(slot.generation, slot.step)
 
 
-def _ranks_in(folder: Path) -> list[tuple[int, Path]]:
+def ranks_in(folder: Path) -> list[tuple[int, Path]]:
     """The ranks of which there is a page of checkpoints, and the prefix of their files."""
     try:
         with os.scandir(folder) as entries:

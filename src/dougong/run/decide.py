@@ -265,13 +265,17 @@ def choose_placement(view: JobView, *, num_nodes: int | None = None) -> tuple[Pl
     for component in kept.values():
         del free[component]
     keepers = dict(view.keepers)
+    for index, lost in current.items():
+        at_hand = [name for name in keepers.get(lost, ()) if name in free]
+        if index not in kept and at_hand:
+            kept[index] = at_hand[0]
+            del free[at_hand[0]]
     chosen: list[str] = []
     for index in range(count):
         if index in kept:
             chosen.append(kept[index])
         elif free:
-            at_hand = [name for name in keepers.get(current.get(index, ""), ()) if name in free]
-            chosen.append(at_hand[0] if at_hand else next(iter(free)))
+            chosen.append(next(iter(free)))
             del free[chosen[-1]]
         else:
             return None

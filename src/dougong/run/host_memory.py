@@ -23,26 +23,29 @@ def leaves_memory(num_bytes: int, *, proc: Path = Path("/proc"), cgroups: Path =
         kib = {name: int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in lines)}
         limits = [(kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024)]
         groups = (proc / "self/cgroup").read_text().splitlines()
-        limits += [limit for line in groups if (limit := _limit_of(line, cgroups)) is not None]
+        for line in groups:
+            limits += _limits_of(line, cgroups)
     except (OSError, KeyError, ValueError, IndexError):
         return False
     return all(free - num_bytes >= _SPARE_RATIO * whole for whole, free in limits)
 
 
-def _limit_of(line: str, cgroups: Path) -> tuple[int, int] | None:
-    """The most that a cgroup of /proc/self/cgroup may use, and what is left of it; None = it has no limit."""
+def _limits_of(line: str, cgroups: Path) -> list[tuple[int, int]]:
+    """The most that a cgroup of /proc/self/cgroup and those above it may use, and what is left of that."""
     _, controllers, path = line.split(":", 2)
     if controllers and "memory" not in controllers.split(","):
-        return None
+        return []
     root = cgroups / "memory" if controllers else cgroups
-    limit_name, usage_name, cache_name = _V1 if controllers else _V2
     own = root / path.lstrip("/")
-    # inside a container the path is the host's, and what is mounted is the container's own group
-    group = own if (own / limit_name).exists() else root
-    if not (group / limit_name).exists():
-        return None
-    text = (group / limit_name).read_text().strip()
-    if text == "max":
+    # inside a container the path is the host's, and what is mounted at the root is the container's own group
+    above = [group for group in own.parents if group == root or root in group.parents]
+    names = _V1 if controllers else _V2
+    return [limit for group in dict.fromkeys((own, *above, root)) if (limit := _limit_of(group, *names)) is not None]
+
+
+def _limit_of(group: Path, limit_name: str, usage_name: str, cache_name: str) -> tuple[int, int] | None:
+    """None = it has no limit of its own, or is not there."""
+    if not (group / limit_name).exists() or (text := (group / limit_name).read_text().strip()) == "max":
         return None
     stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
     limit_bytes = int(text)

@@ -21,9 +21,6 @@ class PeerPlan(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     warning: str = ""
 
-    def keepers_of(self, owner: str) -> tuple[str, ...]:
-        return next((keepers for name, keepers in self.keepers if name == owner), ())
-
 
 def rack_of(component: str) -> str:
     """The failure group of a node unless told otherwise: the path above it."""

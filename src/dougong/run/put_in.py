@@ -19,10 +19,8 @@ from dougong.run.tree import assemble, dismantle
 
 _VALUE_DEPTH = 4
 """Of `optimizer.state.<parameter>.<value>` in the state tree."""
-
-
 _PIECE_VALUES = 2**18
-"""So many values are copied at a time where each is read twice, so that the second time it comes from the cache."""
+"""So many values are copied at a time: who reads them just before has them in the cache."""
 
 
 def tree_in_place(
@@ -30,7 +28,7 @@ def tree_in_place(
     parts: Mapping[str, Any],
     *,
     is_adopted: bool,
-    before_read: Callable[[int], None] | None = None,
+    before_read: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
     """The state tree of a snapshot, in which what training changes in place is already where it belongs.
 
@@ -46,12 +44,12 @@ def tree_in_place(
     for record in table.records:
         saved = view_of(buffer, start, record)
         target = live.get(record.path)
-        begin = start + record.offset_bytes
         if isinstance(saved, torch.Tensor) and target is not None and _is_same_kind(saved, target):
             # the memory inside a DTensor cannot be exchanged from outside
             is_own = is_adopted and record.path not in sharded and storage_address(target) in fenced
             is_own = is_own and target.device.type == "cpu"
-            _fill(target, saved, is_adopted=is_own, before_read=_behind(begin, before_read))
+            if not is_own or not _live_in(target, saved):
+                _copy_into(target, saved, begin=start + record.offset_bytes, before_read=before_read)
             leaves.append(target)
         elif is_adopted and record.kind == "torch" and _can_move_out(record.path, parts):
             leaves.append(saved)
@@ -110,24 +108,24 @@ def _live_tensors(
     return live, frozenset(sharded)
 
 
-def _behind(begin: int, before_read: Callable[[int], None] | None) -> Callable[[int], None] | None:
-    return None if before_read is None else lambda end: before_read(begin + end)
+def _live_in(target: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Make the saved tensor's memory the target's, if nothing else is in what it has now."""
+    if not target.is_contiguous() or target.untyped_storage().nbytes() != saved.nbytes:
+        return False
+    target.data = saved
+    return True
 
 
-def _fill(
-    target: torch.Tensor, saved: torch.Tensor, *, is_adopted: bool, before_read: Callable[[int], None] | None
-) -> None:
-    if is_adopted and target.is_contiguous() and target.untyped_storage().nbytes() == saved.nbytes:
-        target.data = saved
-        return
+def _copy_into(target: torch.Tensor, saved: torch.Tensor, *, begin: int, before_read: Callable[[int], None]) -> None:
+    """`begin`: where the saved tensor lies in the buffer."""
     with torch.no_grad():
-        if before_read is None or target.device.type != "cpu" or not target.is_contiguous():
+        if target.device.type != "cpu" or not target.is_contiguous():
             target.copy_(saved)
             return
         into, values = target.view(-1), saved.view(-1)
         for offset in range(0, values.numel(), _PIECE_VALUES):
             piece = values[offset : offset + _PIECE_VALUES]
-            before_read((offset + piece.numel()) * piece.element_size())
+            before_read(begin + (offset + piece.numel()) * piece.element_size())
             into[offset : offset + _PIECE_VALUES].copy_(piece)
 
 

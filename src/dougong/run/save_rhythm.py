@@ -144,7 +144,12 @@ def choose_rhythm(
 
 def notice_steps(*, step_s: float) -> int:
     """How many steps ahead of the fastest rank a rhythm must begin, for every agent to have passed it on."""
-    return _MIN_NOTICE_STEPS + math.ceil(_NOTICE_S / max(step_s, 1e-3))
+    return _MIN_NOTICE_STEPS + steps_within(_NOTICE_S, step_s=step_s)
+
+
+def steps_within(duration_s: float, *, step_s: float) -> int:
+    """How many steps may end in that time, rounded up; of steps that are shorter than a millisecond, as if of one."""
+    return math.ceil(duration_s / max(step_s, 1e-3))
 
 
 def measured_cost(

@@ -53,16 +53,26 @@ def _leave(exit_code: int) -> NoReturn:
     # what the interpreter itself does first: it waits for threads that are not daemons, and calls exit functions
     threading._shutdown()  # pyright: ignore
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
-    _flush_files()
+    _close_files()
     os._exit(exit_code & 0xFF)
 
 
-def _flush_files() -> None:
-    """Every file that the script has left open, standard streams included."""
-    for file in (*gc.get_objects(), sys.stdout, sys.stderr):
-        if type(file) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
-            with contextlib.suppress(OSError, ValueError):  # a full disk, a closed file: as at any end
-                file.flush()
+def _close_files() -> None:
+    """Every file that the script has left open: text first, then what Python code writes (the end of an archive is
+    still to come), then what these lie on."""
+    files = [file for file in gc.get_objects() if issubclass(type(file), io.IOBase)]
+    for file in sorted(files, key=_layer):
+        with contextlib.suppress(Exception):  # a full disk, a closed file: nobody can be told any more
+            file.close()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _layer(file: io.IOBase) -> int:
+    if isinstance(file, io.TextIOBase):
+        return 0
+    return 2 if type(file).__module__ in ("_io", "io") else 1
 
 
 def _preload() -> None:
